@@ -1,0 +1,67 @@
+"""Causal self-attention with grouped-query heads and rotary positions: the one place where tokens see each other."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnres_lit.model.config import TransformerConfig
+
+
+class Attention(nn.Module):
+    """`(B, T, D)` to `(B, T, D)`."""
+
+    def __init__(self, config: TransformerConfig, rotary: "Rotary") -> None:
+        super().__init__()
+        self.head_dim = config.dim // config.num_heads
+        kv_heads = config.num_kv_heads or config.num_heads
+        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.rotary = rotary
+        self.grouped = kv_heads != config.num_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend to this and earlier tokens."""
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, T, head_dim)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out = F.scaled_dot_product_attention(
+            self.rotary(q), self.rotary(k), v, is_causal=True, enable_gqa=self.grouped
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(-2))
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding (arXiv 2104.09864): channel i turns with channel i + head_dim / 2.
+
+    One module, shared by all attention sublayers of a model.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.shape = (config.max_seq_len, config.dim // config.num_heads)
+        self.theta = config.rope_theta
+        self.register_buffer("cos", torch.empty(self.shape), persistent=False)
+        self.register_buffer("sin", torch.empty(self.shape), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the tables; also called after materialising from meta."""
+        max_seq_len, head_dim = self.shape
+        device = self.cos.device
+        frequencies = self.theta ** -(torch.arange(0, head_dim, 2, device=device) / head_dim)  # (head_dim / 2,)
+        angles = torch.outer(torch.arange(max_seq_len, device=device), frequencies).repeat(1, 2)
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rotate `(B, heads, T, head_dim)`, in at least fp32, by the position of each token."""
+        tokens = x.shape[-2]
+        first, second = x.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+        return (x * self.cos[:tokens] + turned * self.sin[:tokens]).to(x.dtype)

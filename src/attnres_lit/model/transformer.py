@@ -1,0 +1,73 @@
+"""The network: tokens -> embed -> open -> [ read -> sublayer -> write ] x sites -> exit -> norm -> head."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from attnres_lit.model.attention import Attention, Rotary
+from attnres_lit.model.config import TransformerConfig
+from attnres_lit.model.init import initialize
+from attnres_lit.model.mlp import MLP
+from attnres_lit.model.sublayer import Sublayer
+from attnres_lit.residual.base import Residual
+
+ResidualFactory = Callable[[int, int], Residual]
+
+
+class Transformer(nn.Module):
+    """A Llama-style decoder around any residual strategy.
+
+    Args:
+        config: sizes.
+        residual: called with `(num_sites, dim)`; a strategy class, or a `functools.partial` of one with its options.
+        fp32_residual: keep sources and partial in fp32 under autocast, instead of the dtype the sublayers compute in.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, residual: ResidualFactory, fp32_residual: bool = False
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.fp32_residual = fp32_residual
+
+        def norm() -> nn.RMSNorm:
+            return nn.RMSNorm(config.dim, eps=config.norm_eps)
+
+        rotary = Rotary(config)
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.sublayers = nn.ModuleDict(
+            {
+                str(site): Sublayer(norm(), MLP(config) if site % 2 else Attention(config, rotary))
+                for site in range(config.num_sites)
+            }
+        )
+        self.norm = norm()
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.residual = residual(config.num_sites, config.dim)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        initialize(self, config.num_sites)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens `(B, T)` int64 to logits `(B, T, V)`."""
+        sources = self.residual.open(self.embed(tokens))
+        for key, sublayer in self.sublayers.items():
+            site = int(key)
+            h, note = self.residual.read(sources, site)
+            sources = self.residual.write(sources, sublayer(h), site, note)
+        return self.head(self.norm(self.residual.exit(sources)))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """`(B, T)` to `(B, T, D)`, in the one dtype that all sources then have.
+
+        Raises:
+            ValueError: more tokens than `max_seq_len`.
+        """
+        if tokens.shape[-1] > self.config.max_seq_len:
+            raise ValueError(f"{tokens.shape[-1]} tokens exceed max_seq_len={self.config.max_seq_len}")
+        x = self.embedding(tokens)
+        device = x.device.type
+        if self.fp32_residual or not torch.is_autocast_enabled(device):
+            return x
+        return x.to(torch.get_autocast_dtype(device))

@@ -1,0 +1,65 @@
+"""The seam: what a sublayer reads from depth, and what happens to its output.
+
+The model calls, once per forward, `open`; then `read` and `write` at every site; then `exit`. A strategy is one object
+for the whole depth and owns all depth parameters, keyed by site.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+Note = tuple[Tensor, ...]
+
+
+class Sources(NamedTuple):
+    """The immutable state carried through depth: a pytree that can cross a checkpoint or a pipeline stage."""
+
+    done: tuple[Tensor, ...]  # finished sources, oldest first, each (B, T, D)
+    partial: Tensor | None  # the sum still being written: (B, T, D), or (B, T, n, D) with n streams
+    ahead: tuple[Tensor, ...] = ()  # derived values for later sites: always droppable, never cross a boundary
+
+
+class Residual(nn.Module):
+    """Base of every strategy.
+
+    A subclass takes `num_sites` and `dim` first, then its own options; it keeps its weights as plain parameters, sets
+    them in `reset_parameters` and calls that last in its constructor. `read` and `write` change nothing in place and
+    store nothing on the module.
+
+    Args:
+        num_sites: sublayers of the whole model, 2 x num_layers.
+        dim: model width D.
+    """
+
+    def __init__(self, num_sites: int, dim: int) -> None:
+        super().__init__()
+        self.num_sites = num_sites
+        self.dim = dim
+
+    def open(self, embedding: Tensor) -> Sources:
+        """Embedding `(B, T, D)` into the Sources that site 0 reads."""
+        raise NotImplementedError
+
+    def read(self, sources: Sources, site: int) -> tuple[Tensor, Note]:
+        """Input `(B, T, D)` of the sublayer at `site`, and a tuple of tensors that `write` will be given."""
+        raise NotImplementedError
+
+    def write(self, sources: Sources, output: Tensor, site: int, note: Note) -> Sources:
+        """Sources after the sublayer at `site` returned `output` `(B, T, D)`."""
+        raise NotImplementedError
+
+    def exit(self, sources: Sources) -> Tensor:
+        """What the final norm reads, `(B, T, D)`."""
+        raise NotImplementedError
+
+    def weights(self, sources: Sources, site: int) -> Tensor | None:
+        """Depth-attention weights of `site` (`num_sites`: of the exit), `(S, B, T)` or `(S, B, T, H)`; None without."""
+        return None
+
+    def reset_parameters(self) -> None:
+        """Set the initial values of this module's own parameters; also called after materialising from meta."""
+
+    def decayed_parameters(self) -> Iterable[nn.Parameter]:
+        """The parameters that take weight decay; all others of the strategy do not."""
+        return ()

@@ -27,9 +27,7 @@ class Attention(nn.Module):
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, T, head_dim)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        out = F.scaled_dot_product_attention(
-            self.rotary(q), self.rotary(k), v, is_causal=True, enable_gqa=self.grouped
-        )
+        out = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True, enable_gqa=self.grouped)
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
 

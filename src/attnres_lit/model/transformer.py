@@ -9,6 +9,7 @@ from attnres_lit.model.attention import Attention, Rotary
 from attnres_lit.model.config import TransformerConfig
 from attnres_lit.model.init import initialize
 from attnres_lit.model.mlp import MLP
+from attnres_lit.model.norm import RMSNorm
 from attnres_lit.model.sublayer import Sublayer
 from attnres_lit.residual.base import Residual
 
@@ -24,15 +25,13 @@ class Transformer(nn.Module):
         fp32_residual: keep sources and partial in fp32 under autocast, instead of the dtype the sublayers compute in.
     """
 
-    def __init__(
-        self, config: TransformerConfig, residual: ResidualFactory, fp32_residual: bool = False
-    ) -> None:
+    def __init__(self, config: TransformerConfig, residual: ResidualFactory, fp32_residual: bool = False) -> None:
         super().__init__()
         self.config = config
         self.fp32_residual = fp32_residual
 
-        def norm() -> nn.RMSNorm:
-            return nn.RMSNorm(config.dim, eps=config.norm_eps)
+        def norm() -> RMSNorm:
+            return RMSNorm(config.dim, eps=config.norm_eps)
 
         rotary = Rotary(config)
         self.embedding = nn.Embedding(config.vocab_size, config.dim)

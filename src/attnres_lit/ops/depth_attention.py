@@ -1,6 +1,6 @@
 """Depth attention: a softmax over the sources at one token position (arXiv 2603.15031, Eq. 2-4).
 
-    logit_s = query . (key_gain * RMSNorm(source_s))        weights = softmax_s(logit)        out = sum_s weights_s source_s
+    logit_s = query . (key_gain * RMSNorm(source_s))      weights = softmax_s(logit)      out = sum_s weights_s source_s
 
 There is no 1/sqrt(D), no temperature and no bias; keys are normalised, values are the raw sources. `H` heads split D
 after the norm: each slice of D has its own softmax.
@@ -95,8 +95,8 @@ def depth_attention(
         backend: "eager" runs on any device; "auto" picks the fastest that fits.
 
     Returns:
-        `(..., D)` in the dtype of the sources. With `return_weights`, also `(S, ...)`, or `(S, ..., H)` for a query with
-        heads, in at least fp32 and without gradient.
+        `(..., D)` in the dtype of the sources. With `return_weights`, also `(S, ...)`, or `(S, ..., H)` for a query
+        with heads, in at least fp32 and without gradient.
 
     Raises:
         ValueError: no sources; sources that differ in shape, dtype or device; a query or gain of another width; an
@@ -143,7 +143,7 @@ class _DepthAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
         query, dots, rstd, weights, *sources = ctx.saved_tensors
         dtype = query.dtype
         with torch.autocast(grad.device.type, enabled=False):

@@ -1,4 +1,4 @@
-"""Sinkhorn-Knopp: scale the exponential of a square matrix until rows and columns sum to one (arXiv 2512.24880, Eq. 9)."""
+"""Sinkhorn-Knopp: scale exp(logits) until rows and columns sum to one (arXiv 2512.24880, Eq. 9)."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Two-phase depth attention (arXiv 2603.15031, Algorithm 1): finished sources for a whole block at once, then the partial.
+"""Two-phase depth attention (arXiv 2603.15031, Algorithm 1): the finished sources for a whole block, then the partial.
 
 Phase 1 answers all queries of a block against the finished sources in one pass and keeps softmax statistics; phase 2
 merges the one source that is still being written by online softmax. Both phases together equal one-shot depth

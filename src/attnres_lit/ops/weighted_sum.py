@@ -43,7 +43,7 @@ class _WeightedSum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         weights, *sources = ctx.saved_tensors
         dtype = compute_dtype(grad)
         flat = grad.to(dtype).flatten()

@@ -6,8 +6,8 @@ Every site has its own pseudo-query and key gain, and so has the exit. Site 0 re
 none. Queries start at zero: a plain mean of the sources, which a sublayer's input norm makes equal to PreNorm.
 """
 
-from torch import Tensor, nn
 import torch
+from torch import Tensor, nn
 
 from attnres_lit.ops import depth_attention
 from attnres_lit.residual.base import Note, Residual, Sources
@@ -27,9 +27,7 @@ class AttnRes(Residual):
         ValueError: `num_heads` does not divide `dim`.
     """
 
-    def __init__(
-        self, num_sites: int, dim: int, key_norm: bool = True, num_heads: int = 1, eps: float = 1e-6
-    ) -> None:
+    def __init__(self, num_sites: int, dim: int, key_norm: bool = True, num_heads: int = 1, eps: float = 1e-6) -> None:
         super().__init__(num_sites, dim)
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide dim={dim}")

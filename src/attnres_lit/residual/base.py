@@ -19,6 +19,12 @@ class Sources(NamedTuple):
     partial: Tensor | None  # the sum still being written: (B, T, D), or (B, T, n, D) with n streams
     ahead: tuple[Tensor, ...] = ()  # derived values for later sites: always droppable, never cross a boundary
 
+    @property
+    def stream(self) -> Tensor:
+        """The partial, for strategies that always have one."""
+        assert self.partial is not None
+        return self.partial
+
 
 class Residual(nn.Module):
     """Base of every strategy.

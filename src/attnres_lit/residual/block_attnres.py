@@ -76,7 +76,8 @@ def block_starts(
     given = [f"{name}={value}" for name, value in options.items() if value is not None]
     if len(given) > 1:
         raise ValueError(
-            f"BlockAttnRes takes one of num_blocks, block_size, boundaries; got {' and '.join(given)}: set the others to null"
+            f"BlockAttnRes takes one of num_blocks, block_size, boundaries; got {' and '.join(given)}: "
+            "set the others to null"
         )
     if boundaries is not None:
         starts = [start for start in boundaries if start != 0]

@@ -58,11 +58,11 @@ class DenseFormer(Residual):
 
     def read(self, sources: Sources, site: int) -> tuple[Tensor, Note]:
         """The stream itself."""
-        return sources.partial, ()
+        return sources.stream, ()
 
     def write(self, sources: Sources, output: Tensor, site: int, note: Note) -> Sources:
         """Add the output to the stream; after a layer, average, and keep only what a later layer still reads."""
-        stream = sources.partial + output
+        stream = sources.stream + output
         layer, within = divmod(site + 1, 2)
         if within:
             return Sources(sources.done, stream)
@@ -74,4 +74,4 @@ class DenseFormer(Residual):
 
     def exit(self, sources: Sources) -> Tensor:
         """The stream itself."""
-        return sources.partial
+        return sources.stream

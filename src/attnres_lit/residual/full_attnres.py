@@ -1,6 +1,6 @@
 """Full Attention Residuals: every sublayer output is a source (arXiv 2603.15031, section 3.1).
 
-    h_s = sum_i softmax_i(query_s . RMSNorm(v_i)) v_i        v_0 = embedding, v_i = f_{i-1}(h_{i-1})
+h_s = sum_i softmax_i(query_s . RMSNorm(v_i)) v_i        v_0 = embedding, v_i = f_{i-1}(h_{i-1})
 """
 
 from torch import Tensor

@@ -99,7 +99,7 @@ class MHC(Residual):
 
     def read(self, sources: Sources, site: int) -> tuple[Tensor, Note]:
         """H_pre X; the note holds H_post and, but for site 0, H_res."""
-        streams, key = sources.partial, str(site)
+        streams, key = sources.stream, str(site)
         logits = _logits(streams, self.projection[key], self.bias[key], self.scale[key], self.parts[key])
         if site == 0:
             return streams[..., 0, :], (2 * logits[0].sigmoid(),)
@@ -110,7 +110,7 @@ class MHC(Residual):
     def write(self, sources: Sources, output: Tensor, site: int, note: Note) -> Sources:
         """H_res X + H_post^T output."""
         post, *mixing = note
-        streams = sources.partial
+        streams = sources.stream
         with torch.autocast(output.device.type, enabled=False):
             mixed = streams.to(post.dtype)
             if mixing:
@@ -120,7 +120,7 @@ class MHC(Residual):
 
     def exit(self, sources: Sources) -> Tensor:
         """The mean of the streams, or their learned gated sum."""
-        streams = sources.partial
+        streams = sources.stream
         if not self.learned_exit:
             return streams.mean(-2)
         n = self.num_streams

@@ -1,6 +1,6 @@
 """PreNorm: the plain residual stream, the baseline of every comparison.
 
-    h_0 = embedding        h_{s+1} = h_s + f_s(h_s)
+h_0 = embedding        h_{s+1} = h_s + f_s(h_s)
 """
 
 from torch import Tensor
@@ -17,12 +17,12 @@ class PreNorm(Residual):
 
     def read(self, sources: Sources, site: int) -> tuple[Tensor, Note]:
         """The stream itself."""
-        return sources.partial, ()
+        return sources.stream, ()
 
     def write(self, sources: Sources, output: Tensor, site: int, note: Note) -> Sources:
         """Add the output to the stream."""
-        return Sources((), sources.partial + output)
+        return Sources((), sources.stream + output)
 
     def exit(self, sources: Sources) -> Tensor:
         """The stream itself."""
-        return sources.partial
+        return sources.stream

@@ -143,7 +143,7 @@ class _DepthAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:  # pyrefly: ignore[bad-override]
         query, dots, rstd, weights, *sources = ctx.saved_tensors
         dtype = query.dtype
         with torch.autocast(grad.device.type, enabled=False):

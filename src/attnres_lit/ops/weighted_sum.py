@@ -43,7 +43,7 @@ class _WeightedSum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore[bad-override]
         weights, *sources = ctx.saved_tensors
         dtype = compute_dtype(grad)
         flat = grad.to(dtype).flatten()

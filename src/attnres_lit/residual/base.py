@@ -38,6 +38,8 @@ class Residual(nn.Module):
         dim: model width D.
     """
 
+    starts_as_prenorm = False  # whether the initial values make the model compute what PreNorm would
+
     def __init__(self, num_sites: int, dim: int) -> None:
         super().__init__()
         self.num_sites = num_sites

@@ -34,6 +34,8 @@ class BlockAttnRes(AttnRes):
             divide `dim`.
     """
 
+    starts_as_prenorm = True
+
     def __init__(
         self,
         num_sites: int,

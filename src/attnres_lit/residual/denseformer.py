@@ -27,6 +27,8 @@ class DenseFormer(Residual):
             scale, or no parameters); an odd number of sites.
     """
 
+    starts_as_prenorm = True
+
     def __init__(self, num_sites: int, dim: int, dilation: int = 1, period: int = 1) -> None:
         super().__init__(num_sites, dim)
         if num_sites % 2:
@@ -35,6 +37,7 @@ class DenseFormer(Residual):
         for name, value in (("dilation", dilation), ("period", period)):
             if not 1 <= value <= num_layers:
                 raise ValueError(f"{name}={value} must be between 1 and the number of layers, {num_layers}")
+        self.dilation, self.period = dilation, period
         mixed = range(period, num_layers + 1, period)
         # layer i of the table below averages over these layer outputs, oldest first
         self._reads = {i: range(i % dilation, i + 1, dilation) for i in mixed}

@@ -38,6 +38,7 @@ class FullAttnRes(AttnRes):
             raise ValueError(f"window={window} must be at least 1, or null for all sources")
         super().__init__(num_sites, dim, key_norm, num_heads, eps)
         self.window = num_sites if window is None else window
+        self.starts_as_prenorm = self.window >= num_sites
 
     def open(self, embedding: Tensor) -> Sources:
         """The embedding is the first source."""

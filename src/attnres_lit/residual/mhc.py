@@ -58,6 +58,7 @@ class MHC(Residual):
         self.num_streams = n = num_streams
         self.num_iters = num_iters
         self.init = init
+        self.starts_as_prenorm = init == "prenorm"
         # rows of a projection: pre (n), post (n), res (n * n); at site 0 post alone
         self.parts = {str(site): [n, n, n * n] if site else [n] for site in range(num_sites)}
         self.projection = nn.ParameterDict({site: torch.empty(sum(p), n * dim) for site, p in self.parts.items()})

@@ -11,6 +11,8 @@ from attnres_lit.residual.base import Note, Residual, Sources
 class PreNorm(Residual):
     """The sum of the embedding and all sublayer outputs so far. No parameters."""
 
+    starts_as_prenorm = True
+
     def open(self, embedding: Tensor) -> Sources:
         """The stream starts as the embedding."""
         return Sources((), embedding)

@@ -1,0 +1,176 @@
+"""The command line: `python -m attnres_lit {fit,validate,test,predict,prepare} --config ...`.
+
+LightningCLI, with what a run needs around it: a fixed folder per run, `--ckpt_path last`, and errors of one line.
+"""
+
+import difflib
+import inspect
+import re
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+
+import attnres_lit
+from attnres_lit.data.datamodule import TokenDataModule
+from attnres_lit.residual import Residual
+from attnres_lit.training.module import LanguageModel
+
+
+class Trainer(pl.Trainer):
+    """Lightning's Trainer, and a subcommand that prepares data."""
+
+    def prepare(self, model: LanguageModel, datamodule: TokenDataModule) -> None:
+        """Tokenise the corpus into shards, unless they are there already; needs no accelerator."""
+        datamodule.prepare_data()
+
+
+class Parser(LightningArgumentParser):
+    """Reports an error in one line, without the usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print what is wrong and what would be right; exit code 2."""
+        fail(explain(message))
+
+
+class CLI(LightningCLI):
+    """See the module docstring."""
+
+    config: Any
+
+    def __init__(self, args: list[str] | None = None) -> None:
+        super().__init__(
+            LanguageModel,
+            TokenDataModule,
+            trainer_class=Trainer,
+            parser_class=Parser,
+            parser_kwargs={"version": attnres_lit.__version__},
+            seed_everything_default=0,
+            save_config_kwargs={"overwrite": True},
+            auto_configure_optimizers=False,
+            args=args,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's, and `prepare`."""
+        return LightningCLI.subcommands() | {"prepare": {"model", "datamodule"}}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Where a run lives, and what the model learns from the data."""
+        parser.add_argument("--name", type=str | None, default=None, help="Name of the run; null: from the residual.")
+        parser.add_argument("--runs_dir", type=str, default="runs", help="A run lives in <runs_dir>/<name>.")
+        parser.link_arguments("data.vocab_size", "model.config.vocab_size", apply_on="instantiate")
+
+    def _parse_ckpt_path(self) -> None:
+        """Lightning lets a checkpoint's hyper-parameters override the command line; here a conflict is an error."""
+
+    def before_instantiate_classes(self) -> None:
+        """Fill in the run's folder, and the checkpoint that "last" and "best" stand for."""
+        config = self.config[self.config.subcommand]
+        self.folder = Path(config.runs_dir) / (config.name or run_name(config.model.residual))
+        config.trainer = substitute(config.trainer, str(self.folder))
+        if self.config.subcommand != "fit":
+            config.trainer.logger = False  # the curves of the run stay those of its training
+        if config.get("ckpt_path") in ("last", "best"):
+            config.ckpt_path = str(find_checkpoint(self.folder, config.ckpt_path))
+
+    def before_fit(self) -> None:
+        """A fresh run moves an older one of the same name aside, once its own data are known to be good."""
+        config = self.config.fit
+        if config.ckpt_path is None and not config.trainer.fast_dev_run and rank_zero_only.rank == 0:
+            self.datamodule.prepare_data()
+            move_aside(self.folder)
+
+
+def run_name(residual: Namespace) -> str:
+    """The strategy's class, and those of its options that are not the defaults: `BlockAttnRes-num_blocks=4`."""
+    module, _, name = residual.class_path.rpartition(".")
+    strategy = getattr(sys.modules[module], name)
+    defaults = {key: p.default for key, p in inspect.signature(strategy).parameters.items()}
+    options = residual.get("init_args") or Namespace()
+    changed = [f"{key}={value}" for key, value in vars(options).items() if value != defaults.get(key)]
+    return re.sub(r"[^\w=.,-]", "", "-".join([name, *changed]))
+
+
+def substitute(config: Any, folder: str) -> Any:
+    """Every "{run}" in the strings of a config becomes the run's folder."""
+    if isinstance(config, str):
+        return config.replace("{run}", folder)
+    if isinstance(config, Namespace):
+        return Namespace(**{key: substitute(value, folder) for key, value in vars(config).items()})
+    if isinstance(config, list):
+        return [substitute(value, folder) for value in config]
+    return config
+
+
+def find_checkpoint(folder: Path, which: str) -> Path:
+    """`<folder>/checkpoints/<which>.ckpt`.
+
+    Raises:
+        ValueError: it does not exist.
+    """
+    path = folder / "checkpoints" / f"{which}.ckpt"
+    if path.is_file():
+        return path
+    others = sorted(str(p.parents[1]) for p in folder.parent.glob(f"*/checkpoints/{which}.ckpt"))
+    hint = f"; runs that have one: {', '.join(others)} (choose with --name)" if others else ""
+    raise ValueError(f"--ckpt_path {which}: there is no {path}{hint}")
+
+
+def move_aside(folder: Path) -> None:
+    """Rename an existing run to `<folder>.1`, `.2`, ...: nothing is overwritten."""
+    if not folder.exists():
+        return
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    rank_zero_info(f"{folder} was there: moved to {aside}. To continue a run, add --ckpt_path last.")
+
+
+def explain(message: str) -> str:
+    """A parser's message in one line; for an unknown strategy, with the names there are."""
+    unknown = re.search(r'"model\.residual".*?Expected a path but (\S+) either', message, re.DOTALL)
+    if unknown:
+        return unknown_strategy(unknown[1])
+    return " ".join(message.split())
+
+
+def unknown_strategy(name: str) -> str:
+    """What was asked for, what there is, and the nearest name."""
+    known = sorted(strategy.__name__ for strategy in strategies(Residual))
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"unknown residual {name!r}: known are {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def strategies(base: type) -> set[type]:
+    """All concrete strategies that have been imported."""
+    below = {s for direct in base.__subclasses__() for s in {direct} | strategies(direct)}
+    return {s for s in below if s.write is not Residual.write}
+
+
+def fail(message: str) -> NoReturn:
+    """Print one line and exit with code 2."""
+    sys.stderr.write(f"error: {message}\n")
+    sys.exit(2)
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command line.
+
+    A ValueError raised by this package tells the user what to change: it is printed in one line, with exit code 2.
+    Any other exception keeps its traceback.
+    """
+    try:
+        CLI(args)
+    except ValueError as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        if Path(frame.filename).is_relative_to(Path(attnres_lit.__file__).parent):
+            fail(" ".join(str(error).split()))
+        raise

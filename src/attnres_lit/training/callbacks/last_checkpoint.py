@@ -1,0 +1,54 @@
+"""`last.ckpt`: where `--ckpt_path last` continues."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+
+class LastCheckpoint(Checkpoint):
+    """Keeps one checkpoint of the newest state: every n steps, after every validation, and at the end.
+
+    It is written beside and renamed, so a run killed while writing keeps the one before. Saved after validation, it
+    holds what the other callbacks learned there.
+
+    Args:
+        dirpath: folder of `last.ckpt`.
+        every_n_steps: optimizer steps between two saves.
+
+    Raises:
+        ValueError: `every_n_steps` below 1.
+    """
+
+    def __init__(self, dirpath: str, every_n_steps: int = 50) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"every_n_steps={every_n_steps} must be at least 1")
+        self.path = Path(dirpath) / "last.ckpt"
+        self.every_n_steps = every_n_steps
+        self._saved_at = -1
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Save when n steps have passed."""
+        if trainer.global_step % self.every_n_steps == 0 and trainer.global_step != self._saved_at:
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save what validation changed in the other callbacks."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._save(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the end, unless it has just been saved."""
+        if trainer.global_step != self._saved_at:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        if trainer.fast_dev_run:
+            return
+        beside = self.path.with_suffix(".tmp")
+        trainer.save_checkpoint(beside)
+        if trainer.is_global_zero:
+            os.replace(beside, self.path)
+        self._saved_at = trainer.global_step

@@ -17,9 +17,13 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 import attnres_lit
+from attnres_lit.data.corpora import Corpus
 from attnres_lit.data.datamodule import TokenDataModule
+from attnres_lit.data.tokenizers import Tokenizer
 from attnres_lit.residual import Residual
 from attnres_lit.training.module import LanguageModel
+
+COMPONENTS = {"model.residual": Residual, "data.corpus": Corpus, "data.tokenizer": Tokenizer}  # chosen by class name
 
 
 class Trainer(pl.Trainer):
@@ -35,7 +39,7 @@ class Parser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print what is wrong and what would be right; exit code 2."""
-        fail(explain(message))
+        fail(explain(message, self))
 
 
 class CLI(LightningCLI):
@@ -49,7 +53,7 @@ class CLI(LightningCLI):
             TokenDataModule,
             trainer_class=Trainer,
             parser_class=Parser,
-            parser_kwargs={"version": attnres_lit.__version__},
+            parser_kwargs={"prog": "attnres_lit", "version": attnres_lit.__version__, "allow_abbrev": False},
             seed_everything_default=0,
             save_config_kwargs={"overwrite": True},
             auto_configure_optimizers=False,
@@ -134,25 +138,45 @@ def move_aside(folder: Path) -> None:
     rank_zero_info(f"{folder} was there: moved to {aside}. To continue a run, add --ckpt_path last.")
 
 
-def explain(message: str) -> str:
-    """A parser's message in one line; for an unknown strategy, with the names there are."""
-    unknown = re.search(r'"model\.residual".*?Expected a path but (\S+) either', message, re.DOTALL)
-    if unknown:
-        return unknown_strategy(unknown[1])
-    return " ".join(message.split())
+def explain(message: str, parser: LightningArgumentParser) -> str:
+    """A parser's message in one line; where a name is unknown, with the nearest that is known."""
+    message = " ".join(message.split())
+    component = re.search(r'"([\w.]+)": .*?Expected a path but (\S+) either', message)
+    if component and component[1] in COMPONENTS:
+        key, name = component.groups()
+        known = sorted(each.__name__ for each in concrete(COMPONENTS[key]))
+        return f"unknown {key} {name!r}: known are {', '.join(known)}" + nearest(name, known)
+    flag = re.search(r"unrecognized arguments: --([\w.]+)|Subcommand '\w+' does not accept option '([\w.]+)'", message)
+    if flag:
+        return message + nearest(flag[1] or flag[2], options(parser))
+    option = re.search(r"Option '([\w.]+)' is not accepted", message)
+    if option:  # this parser is that of the class whose option it is
+        known = [name for name in options(parser) if name != "help"]
+        return f"unknown option {option[1]!r}: known are {', '.join(known)}" + nearest(option[1], known)
+    return message
 
 
-def unknown_strategy(name: str) -> str:
-    """What was asked for, what there is, and the nearest name."""
-    known = sorted(strategy.__name__ for strategy in strategies(Residual))
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f"unknown residual {name!r}: known are {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")
+def options(parser: LightningArgumentParser) -> list[str]:
+    """The names of a parser's options, its subcommands' included."""
+    names = []
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            names += [name for sub in action.choices.values() for name in options(sub)]
+        else:
+            names.append(action.dest)
+    return names
 
 
-def strategies(base: type) -> set[type]:
-    """All concrete strategies that have been imported."""
-    below = {s for direct in base.__subclasses__() for s in {direct} | strategies(direct)}
-    return {s for s in below if s.write is not Residual.write}
+def nearest(name: str, known: list[str]) -> str:
+    """ "; did you mean ...?", or nothing."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def concrete(base: type) -> set[type]:
+    """All classes below `base` that have been imported and can be built."""
+    below = {each for direct in base.__subclasses__() for each in {direct} | concrete(direct)}
+    return {each for each in below if not inspect.isabstract(each)}
 
 
 def fail(message: str) -> NoReturn:

@@ -4,6 +4,7 @@ The model calls, once per forward, `open`; then `read` and `write` at every site
 for the whole depth and owns all depth parameters, keyed by site.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ class Sources(NamedTuple):
         return self.partial
 
 
-class Residual(nn.Module):
+class Residual(nn.Module, ABC):
     """Base of every strategy.
 
     A subclass takes `num_sites` and `dim` first, then its own options; it keeps its weights as plain parameters, sets
@@ -45,21 +46,21 @@ class Residual(nn.Module):
         self.num_sites = num_sites
         self.dim = dim
 
+    @abstractmethod
     def open(self, embedding: Tensor) -> Sources:
         """Embedding `(B, T, D)` into the Sources that site 0 reads."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, sources: Sources, site: int) -> tuple[Tensor, Note]:
         """Input `(B, T, D)` of the sublayer at `site`, and a tuple of tensors that `write` will be given."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, sources: Sources, output: Tensor, site: int, note: Note) -> Sources:
         """Sources after the sublayer at `site` returned `output` `(B, T, D)`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def exit(self, sources: Sources) -> Tensor:
         """What the final norm reads, `(B, T, D)`."""
-        raise NotImplementedError
 
     def weights(self, sources: Sources, site: int) -> Tensor | None:
         """Depth-attention weights of `site` (`num_sites`: of the exit), `(S, B, T)` or `(S, B, T, H)`; None without."""

@@ -8,7 +8,7 @@ import re
 import sysconfig
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Literal
@@ -87,7 +87,7 @@ class TextFiles(Corpus):
 
     def __init__(
         self,
-        paths: Sequence[str],
+        paths: str | list[str],
         one_document_per: Literal["file", "line"] = "file",
         text_field: str = "text",
         encoding: str = "utf-8",

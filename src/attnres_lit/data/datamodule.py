@@ -1,6 +1,8 @@
 """The data module: prepares a corpus once and streams blocks of tokens from its shards."""
 
 import os
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ from torch import Tensor
 from attnres_lit.data.corpora import Corpus, PythonStdlib
 from attnres_lit.data.shards import Meta, prepare, verify
 from attnres_lit.data.tokenizers import ByteTokenizer, Tokenizer
+
+# Lightning distrusts the length of every iterable dataset; LitData's is exact.
+warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")
 
 
 class TokenDataModule(LightningDataModule):
@@ -101,7 +106,8 @@ class TokenDataModule(LightningDataModule):
 
     def train_dataloader(self) -> StreamingDataLoader:
         """Shuffled, a new order each epoch; the last incomplete batch is dropped."""
-        return self._loader("train", shuffle=True)
+        overfit = getattr(self.trainer, "overfit_batches", 0)  # on the same batches each epoch
+        return self._loader("train", shuffle=not overfit)
 
     def val_dataloader(self) -> StreamingDataLoader:
         """The validation split, the same batches each time; the last incomplete batch is dropped."""
@@ -136,6 +142,15 @@ class TokenDataModule(LightningDataModule):
             collate_fn=_stack,
             pin_memory=torch.cuda.is_available(),
         )
+        loader.identity = {
+            "corpus": self.meta.corpus,
+            "fingerprint": self.meta.fingerprint,
+            "tokenizer": self.meta.tokenizer,
+            "val_fraction": self.val_fraction,
+            "split_seed": self.split_seed,
+            "seq_len": self.seq_len,
+            "seed": self.seed,
+        }
         if len(loader) == 0:
             raise ValueError(
                 f"the {split} split of {self.dir} has {self.meta.splits[split].tokens} tokens, fewer than one batch "
@@ -151,10 +166,31 @@ class TokenDataModule(LightningDataModule):
 
 
 class _TokenDataLoader(StreamingDataLoader):
-    """Resumes also when the folder has moved, and when only some of all processes are data-parallel ranks."""
+    """A StreamingDataLoader whose resumed run equals the uninterrupted one under a Trainer.
+
+    Also after the resumed epoch, in a folder that has moved, and where only some processes are data-parallel ranks.
+    """
+
+    identity: dict[str, Any]  # what decides the order of the blocks: a checkpoint with another one cannot be resumed
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """As LitData's, but a resumed epoch is over when the Trainer has taken its last batch."""
+        for batch in super().__iter__():
+            self.restore = False  # LitData clears it past the last batch, which a Trainer that counts never asks for
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """As LitData's, with the identity."""
+        return {**super().state_dict(), "identity": self.identity}
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
-        """As LitData's, after the two corrections."""
+        """As LitData's, with this dataset's folder and number of ranks. Raises ValueError for another identity."""
+        for field, value in self.identity.items():
+            if obj["identity"][field] != value:
+                raise ValueError(
+                    f"the checkpoint was trained with {field} {obj['identity'][field]!r}, the data have {value!r}: "
+                    "make them equal to resume, or start a new run from the checkpoint's weights"
+                )
         dataset, env = self.dataset, os.environ.get("WORLD_SIZE")
         assert isinstance(dataset, StreamingDataset)
         obj = {**obj, "dataset": {**obj["dataset"], "input_dir_path": dataset.input_dir.path}}

@@ -13,7 +13,9 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from importlib.metadata import version
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from litdata.streaming import Cache, TokensLoader
 from tqdm import tqdm
 
@@ -91,18 +93,14 @@ def prepare(
     if not 0 < val_fraction < 1:
         raise ValueError(f"val_fraction is {val_fraction}: it must lie between 0 and 1, both excluded")
     dir = Path(dir)
-    dir.parent.mkdir(parents=True, exist_ok=True)
-    lock = Path(f"{dir}.lock")
-    with FileLock(lock):  # the system frees it when its holder dies
-        if not dir.exists():
-            partial = Path(f"{dir}.partial")
-            shutil.rmtree(partial, ignore_errors=True)  # of a preparation that was killed
-            try:
-                _write(corpus, tokenizer, partial, val_fraction, split_seed)
-                partial.rename(dir)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-        lock.unlink(missing_ok=True)
+    try:
+        if not dir.exists():  # a prepared folder may lie on a read-only disk
+            dir.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(dir):
+                if not dir.exists():
+                    _write_whole(corpus, tokenizer, dir, val_fraction, split_seed)
+    except OSError as error:
+        raise ValueError(f"{dir} cannot be written ({error}): set data.root or data.dir to another place") from None
     meta = verify(dir, corpus, tokenizer, val_fraction, split_seed)
     fingerprint = corpus.fingerprint()
     if meta.fingerprint != fingerprint:
@@ -149,6 +147,8 @@ def verify(dir: str | Path, corpus: Corpus, tokenizer: Tokenizer, val_fraction: 
 def load_meta(dir: str | Path) -> Meta:
     """Read `meta.json`. Raises ValueError if it is missing, damaged, or of another format."""
     path = Path(dir) / "meta.json"
+    if not path.parent.exists():
+        raise ValueError(f"{dir} does not exist: prepare the corpus first")
     if not path.is_file():
         raise ValueError(f"{dir} holds no meta.json, so it is not a prepared corpus: delete it, or set data.dir")
     try:
@@ -159,6 +159,34 @@ def load_meta(dir: str | Path) -> Meta:
         return Meta(**fields)
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
         raise ValueError(f"{path} is damaged: delete {dir} and prepare again") from None
+
+
+@contextmanager
+def _alone(dir: Path) -> Generator[None, None, None]:
+    """Hold the lock on preparing `dir`; the system frees it when its holder dies."""
+    lock = FileLock(f"{dir}.lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        print(f"waiting for another process that prepares {dir}", file=sys.stderr)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # Windows removes it on release; waiters take note and lock a new file
+            Path(lock.lock_file).unlink()
+        lock.release()
+
+
+def _write_whole(corpus: Corpus, tokenizer: Tokenizer, dir: Path, val_fraction: float, split_seed: int) -> None:
+    """`_write` beside `dir`, then rename."""
+    partial = Path(f"{dir}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a preparation that was killed
+    try:
+        _write(corpus, tokenizer, partial, val_fraction, split_seed)
+        partial.rename(dir)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, dir: Path, val_fraction: float, split_seed: int) -> None:

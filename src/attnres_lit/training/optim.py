@@ -1,0 +1,117 @@
+"""The optimizer and its schedule: AdamW in two groups, a linear warmup, then cosine or WSD."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from attnres_lit.model import Transformer
+
+Schedule = Literal["cosine", "wsd"]
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and a learning-rate schedule of a length of its own.
+
+    The schedule counts optimizer steps: a run that is stopped early, or resumed for longer, keeps the same curve.
+
+    Args:
+        lr: highest learning rate.
+        betas: decay rates of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, of the decayed parameters only (see `parameter_groups`).
+        schedule: "cosine" falls over the whole rest of the schedule; "wsd" stays at `lr` and falls linearly at the end.
+        warmup_steps: steps of the linear rise; the first step already has `lr / warmup_steps`.
+        total_steps: length of the schedule; later steps keep the final learning rate.
+        decay_steps: length of the final fall of "wsd"; null: a fifth of total_steps.
+        final_lr: learning rate at the end, as a fraction of `lr`.
+
+    Raises:
+        ValueError: a value out of range, or `decay_steps` given to a cosine schedule.
+    """
+
+    lr: float = 3e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    schedule: Schedule = "cosine"
+    warmup_steps: int = 50
+    total_steps: int = 400
+    decay_steps: int | None = None
+    final_lr: float = 0.1
+
+    def __post_init__(self) -> None:
+        in_range = {
+            "lr": (self.lr > 0, "above 0"),
+            "betas": (
+                len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+                "two numbers from 0 to below 1",
+            ),
+            "eps": (self.eps > 0, "above 0"),
+            "weight_decay": (self.weight_decay >= 0, "at least 0"),
+            "schedule": (self.schedule in get_args(Schedule), f"one of {', '.join(get_args(Schedule))}"),
+            "final_lr": (0 <= self.final_lr <= 1, "a fraction of lr, from 0 to 1"),
+            "warmup_steps": (self.warmup_steps >= 0, "at least 0"),
+            "total_steps": (self.total_steps >= 1, "at least 1"),
+        }
+        for name, (valid, meaning) in in_range.items():
+            if not valid:
+                raise ValueError(f"optim.{name}={getattr(self, name)} must be {meaning}")
+        if self.schedule == "cosine" and self.decay_steps is not None:
+            raise ValueError(f"optim.decay_steps={self.decay_steps} belongs to schedule=wsd: set it to null for cosine")
+        if not 0 < self.fall <= self.total_steps - self.warmup_steps:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and a decay of {self.fall} steps do not fit into "
+                f"optim.total_steps={self.total_steps}"
+            )
+
+    @property
+    def fall(self) -> int:
+        """Steps from the start of the final fall to `total_steps`."""
+        if self.schedule == "cosine":
+            return self.total_steps - self.warmup_steps
+        return math.ceil(self.total_steps / 5) if self.decay_steps is None else self.decay_steps
+
+    def factor(self, step: int) -> float:
+        """Learning rate of a step, counted from 0, as a fraction of `lr`."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        progress = min(max(0.0, 1 - (self.total_steps - step) / self.fall), 1.0)
+        left = (1 + math.cos(math.pi * progress)) / 2 if self.schedule == "cosine" else 1 - progress
+        return self.final_lr + (1 - self.final_lr) * left
+
+    def build(self, model: Transformer, fused: bool) -> tuple[AdamW, LambdaLR]:
+        """The optimizer of a model, and the schedule, to be stepped after every optimizer step."""
+        groups = parameter_groups(model, self.weight_decay)
+        optimizer = AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
+        return optimizer, LambdaLR(optimizer, self.factor)
+
+    def apply(self, optimizer: Optimizer, scheduler: LambdaLR) -> None:
+        """Give an optimizer restored from a checkpoint the values of this config; its moments and step count stay."""
+        lr = self.lr * self.factor(scheduler.last_epoch)
+        for group, weight_decay in zip(optimizer.param_groups, (self.weight_decay, 0.0), strict=True):
+            group.update(lr=lr, initial_lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=weight_decay)
+        scheduler.base_lrs = [self.lr for _ in optimizer.param_groups]
+        scheduler._last_lr = [lr for _ in optimizer.param_groups]
+
+
+def parameter_groups(model: Transformer, weight_decay: float) -> list[dict[str, Any]]:
+    """All parameters of a model in two groups, the decayed one first.
+
+    Decayed are the matrices of the sublayers and the head, and what the residual declares in `decayed_parameters`. Not
+    decayed are the embedding (also where the head shares it), all norms, and the rest of the residual.
+    """
+    residual = set(model.residual.parameters())
+    embedding: set[nn.Parameter] = set(model.embedding.parameters())
+    matrices = {p for p in model.parameters() if p.dim() > 1} - residual - embedding
+    declared = set(model.residual.decayed_parameters())
+    assert declared <= residual, "a residual may declare only parameters of its own"
+    decayed = matrices | declared
+    decay = [p for p in model.parameters() if p in decayed]
+    no_decay = [p for p in model.parameters() if p not in decayed]
+    assert len(decay) + len(no_decay) == len({*decay, *no_decay}) == len(set(model.parameters())), "not a partition"
+    return [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]

@@ -1,5 +1,6 @@
 """Corpora: where documents come from, in a fixed order and without holding them all in memory."""
 
+import codecs
 import glob
 import gzip
 import json
@@ -101,7 +102,7 @@ class TextFiles(Corpus):
         if errors not in ("strict", "replace"):
             raise ValueError(f'errors is {errors!r}: it must be "strict" or "replace"')
         try:
-            b"".decode(encoding)
+            codecs.lookup(encoding)
         except LookupError:
             raise ValueError(f"encoding {encoding!r} is unknown: try utf-8 or latin-1") from None
         self.one_document_per = one_document_per

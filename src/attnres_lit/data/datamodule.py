@@ -102,7 +102,7 @@ class TokenDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Check the shards against the options; runs in every process."""
-        self._meta = verify(self.dir, self.corpus, self.tokenizer, self.val_fraction, self.split_seed)
+        self._meta = verify(self.corpus, self.tokenizer, self.dir, self.val_fraction, self.split_seed)
 
     def train_dataloader(self) -> StreamingDataLoader:
         """Shuffled, a new order each epoch; the last incomplete batch is dropped."""

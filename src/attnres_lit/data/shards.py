@@ -35,7 +35,7 @@ SPLITS = ("train", "val")
 CHUNK_BYTES = (
     64 * 2**20
 )  # blocks are shuffled within a chunk: large chunks mix well, and bound the memory of a preparation
-_PIECE = 2**20  # tokens written at a time, so that one huge document does not make one huge chunk
+_PIECE = 2**20  # tokens given to LitData at a time, so that one huge document does not make one huge chunk
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def prepare(
                     _write_whole(corpus, tokenizer, dir, val_fraction, split_seed)
     except OSError as error:
         raise ValueError(f"{dir} cannot be written ({error}): set data.root or data.dir to another place") from None
-    meta = verify(dir, corpus, tokenizer, val_fraction, split_seed)
+    meta = verify(corpus, tokenizer, dir, val_fraction, split_seed)
     fingerprint = corpus.fingerprint()
     if meta.fingerprint != fingerprint:
         raise ValueError(
@@ -111,7 +111,7 @@ def prepare(
     return meta
 
 
-def verify(dir: str | Path, corpus: Corpus, tokenizer: Tokenizer, val_fraction: float, split_seed: int) -> Meta:
+def verify(corpus: Corpus, tokenizer: Tokenizer, dir: str | Path, val_fraction: float, split_seed: int) -> Meta:
     """Check a prepared folder against the settings and its files against their recorded sizes; load the vocabulary.
 
     Raises:
@@ -242,27 +242,37 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, dir: Path, val_fraction: float,
 
 
 class _ShardWriter:
-    """Writes one split in LitData's format."""
+    """Writes one split in LitData's format, in pieces of any number of documents."""
 
     def __init__(self, dir: Path, dtype: np.dtype) -> None:
         self._dir = dir
         self._dtype = dtype
         self._cache = Cache(str(dir), chunk_bytes=CHUNK_BYTES, item_loader=TokensLoader())
-        self._pieces = self._documents = self._tokens = self._bytes = 0
+        self._buffer: list[np.ndarray] = []
+        self._buffered = self._pieces = self._documents = self._tokens = self._bytes = 0
 
     def add(self, ids: np.ndarray, size: int) -> None:
         """Write the ids of one document of `size` bytes."""
-        for start in range(0, len(ids), _PIECE):
-            self._cache[self._pieces] = ids[start : start + _PIECE].astype(self._dtype)
-            self._pieces += 1
+        self._buffer.append(ids.astype(self._dtype))
+        self._buffered += len(ids)
+        if self._buffered >= _PIECE:
+            self._flush()
         self._documents += 1
         self._tokens += len(ids)
         self._bytes += size
 
     def close(self) -> Split:
         """Write what is left and the index."""
-        if self._pieces:
+        if self._documents:
+            self._flush()
             self._cache.done()
             (index,) = self._dir.glob("*.index.json")  # LitData's per-writer index; we are the only writer
             os.replace(index, self._dir / "index.json")
         return Split(self._documents, self._tokens, self._bytes)
+
+    def _flush(self) -> None:
+        ids = np.concatenate(self._buffer or [np.empty(0, self._dtype)])
+        for start in range(0, len(ids), _PIECE):
+            self._cache[self._pieces] = ids[start : start + _PIECE]
+            self._pieces += 1
+        self._buffer, self._buffered = [], 0

@@ -181,4 +181,5 @@ class LanguageModel(LightningModule):
         metrics = {"loss": nats / tokens, "ppl": (nats / tokens).exp()}
         if self.token_bytes is not None:
             metrics["bpb"] = nats / (math.log(2) * text)
-        self.log_dict({f"{split}/{name}": value for name, value in metrics.items()}, prog_bar=True, sync_dist=True)
+        for name, value in metrics.items():
+            self.log(f"{split}/{name}", value, prog_bar=name == "loss", sync_dist=True)

@@ -1,5 +1,8 @@
 """What watches a run: one file each."""
 
+from attnres_lit.training.callbacks.depth_dynamics import DepthDynamics
+from attnres_lit.training.callbacks.depth_weights import DepthWeights
 from attnres_lit.training.callbacks.last_checkpoint import LastCheckpoint
+from attnres_lit.training.callbacks.throughput import Throughput
 
-__all__ = ["LastCheckpoint"]
+__all__ = ["DepthDynamics", "DepthWeights", "LastCheckpoint", "Throughput"]

@@ -13,7 +13,6 @@ from attnres_lit.data.datamodule import TokenDataModule
 from attnres_lit.data.tokenizers import BPETokenizer
 from data.words import Words
 
-
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 
 

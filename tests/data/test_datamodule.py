@@ -35,12 +35,17 @@ def rows(loader: Any) -> list[tuple[int, ...]]:
     return [tuple(row.tolist()) for batch in loader for row in batch]
 
 
+def stored(datamodule: TokenDataModule, split: str) -> np.ndarray:
+    """The tokens of a split of one chunk, as they lie in its file."""
+    size = datamodule.meta.splits[split].tokens
+    return np.frombuffer((datamodule.dir / split / "chunk-0-0.bin").read_bytes()[-2 * size :], dtype=np.uint16)
+
+
 def test_batches_are_int64_blocks_of_the_corpus_in_validation_order(tmp_path: Path):
     datamodule = ready(tmp_path)
     batches = list(datamodule.val_dataloader())
     assert all(batch.shape == (4, 32) and batch.dtype == torch.int64 for batch in batches)
-    raw = (datamodule.dir / "val" / "chunk-0-0.bin").read_bytes()
-    tokens = np.frombuffer(raw[-2 * datamodule.meta.splits["val"].tokens :], dtype=np.uint16)
+    tokens = stored(datamodule, "val")
     stream = torch.cat([batch.flatten() for batch in batches])
     np.testing.assert_array_equal(stream, tokens[: len(stream)])
     assert len(tokens) - len(stream) < 4 * 32  # less than one batch is lost
@@ -65,9 +70,21 @@ def test_validation_is_the_same_each_time_and_training_is_shuffled_anew(tmp_path
 
 def test_blocks_mix_over_the_whole_chunk(tmp_path: Path):
     datamodule = ready(tmp_path, corpus=Words(2000))
-    batches = [datamodule.tokenizer.decode(batch.flatten()) for batch in datamodule.train_dataloader()]
-    numbers = [[int(n) for n in re.findall(r" (\d+) ", text)] for text in batches]
-    assert np.mean([max(ns) - min(ns) for ns in numbers]) > 1000  # of 2000: not 4 neighbouring blocks
+    tokens = stored(datamodule, "train")
+    blocks = tokens[: len(tokens) // 32 * 32].reshape(-1, 32)
+    position = {tuple(block): i for i, block in enumerate(blocks.tolist())}
+    spread = [np.ptp([position[tuple(row)] for row in batch.tolist()]) for batch in datamodule.train_dataloader()]
+    assert np.mean(spread) > 0.5 * len(blocks)  # 0.6 expected of four; neighbours are few blocks apart
+
+
+@pytest.mark.filterwarnings("ignore:An item was larger than the target chunk size")
+def test_the_order_does_not_depend_on_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shards, "_PIECE", 100)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 3000)
+    datamodule = ready(tmp_path)
+    here = rows(datamodule.train_dataloader())
+    monkeypatch.setenv("LITDATA_POSIX_FAST", "1")  # as on a network file system
+    assert rows(datamodule.train_dataloader()) == here
 
 
 def test_seeds(tmp_path: Path):

@@ -5,13 +5,16 @@ LightningCLI, with what a run needs around it: a fixed folder per run, `--ckpt_p
 
 import difflib
 import inspect
+import logging
 import re
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+import torch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
@@ -32,6 +35,9 @@ class Trainer(pl.Trainer):
     def prepare(self, model: LanguageModel, datamodule: TokenDataModule) -> None:
         """Tokenise the corpus into shards, unless they are there already; needs no accelerator."""
         datamodule.prepare_data()
+        datamodule.setup("fit")
+        splits = (f"{split} {part.tokens:,} tokens" for split, part in datamodule.meta.splits.items())
+        rank_zero_info(f"{datamodule.dir}: {', '.join(splits)}")
 
 
 class Parser(LightningArgumentParser):
@@ -69,6 +75,12 @@ class CLI(LightningCLI):
         """Where a run lives, and what the model learns from the data."""
         parser.add_argument("--name", type=str | None, default=None, help="Name of the run; null: from the residual.")
         parser.add_argument("--runs_dir", type=str, default="runs", help="A run lives in <runs_dir>/<name>.")
+        parser.add_argument(
+            "--num_threads",
+            type=int,
+            default=1,
+            help="Threads of torch on the CPU: more pay for wide models on an idle machine.",
+        )
         parser.link_arguments("data.vocab_size", "model.config.vocab_size", apply_on="instantiate")
 
     def _parse_ckpt_path(self) -> None:
@@ -79,15 +91,18 @@ class CLI(LightningCLI):
         config = self.config[self.config.subcommand]
         self.folder = Path(config.runs_dir) / (config.name or run_name(config.model.residual))
         config.trainer = substitute(config.trainer, str(self.folder))
+        torch.set_num_threads(config.num_threads)
+        if self.config.subcommand != "prepare":
+            config.weights_only = True
         if self.config.subcommand != "fit":
             config.trainer.logger = False  # the curves of the run stay those of its training
-        if config.get("ckpt_path") in ("last", "best"):
+        if config.get("ckpt_path"):
             config.ckpt_path = str(find_checkpoint(self.folder, config.ckpt_path))
 
     def before_fit(self) -> None:
         """A fresh run moves an older one of the same name aside, once its own data are known to be good."""
         config = self.config.fit
-        if config.ckpt_path is None and not config.trainer.fast_dev_run and rank_zero_only.rank == 0:
+        if config.ckpt_path is None and not config.trainer.fast_dev_run:
             self.datamodule.prepare_data()
             move_aside(self.folder)
 
@@ -114,19 +129,25 @@ def substitute(config: Any, folder: str) -> Any:
 
 
 def find_checkpoint(folder: Path, which: str) -> Path:
-    """`<folder>/checkpoints/<which>.ckpt`.
+    """A readable checkpoint: `<folder>/checkpoints/<which>.ckpt` for "last" and "best", else the path `which`.
 
     Raises:
-        ValueError: it does not exist.
+        ValueError: it does not exist, or cannot be read.
     """
-    path = folder / "checkpoints" / f"{which}.ckpt"
-    if path.is_file():
-        return path
-    others = sorted(str(p.parents[1]) for p in folder.parent.glob(f"*/checkpoints/{which}.ckpt"))
-    hint = f"; runs that have one: {', '.join(others)} (choose with --name)" if others else ""
-    raise ValueError(f"--ckpt_path {which}: there is no {path}{hint}")
+    named = which in ("last", "best")
+    path = folder / "checkpoints" / f"{which}.ckpt" if named else Path(which)
+    if not path.exists():
+        others = sorted(str(p.parents[1]) for p in folder.parent.glob(f"*/checkpoints/{which}.ckpt")) if named else []
+        hint = f"; runs that have one: {', '.join(others)} (choose with --name)" if others else ""
+        raise ValueError(f"--ckpt_path {which}: there is no {path}{hint}")
+    try:
+        torch.load(path, map_location="meta", mmap=True, weights_only=True)
+    except Exception as error:
+        raise ValueError(f"--ckpt_path {which}: {path} is not a checkpoint, or damaged") from error
+    return path
 
 
+@rank_zero_only
 def move_aside(folder: Path) -> None:
     """Rename an existing run to `<folder>.1`, `.2`, ...: nothing is overwritten."""
     if not folder.exists():
@@ -185,12 +206,20 @@ def fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
+def quiet() -> None:
+    """Leave out what Lightning prints that is no news about the run."""
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    rank_zero = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    rank_zero.addFilter(lambda record: "litlogger" not in record.getMessage())  # an advertisement
+
+
 def main(args: list[str] | None = None) -> None:
     """Run the command line.
 
     A ValueError raised by this package tells the user what to change: it is printed in one line, with exit code 2.
     Any other exception keeps its traceback.
     """
+    quiet()
     try:
         CLI(args)
     except ValueError as error:

@@ -51,8 +51,9 @@ class DepthWeights(Callback):
         self.recording.close()
         if self.rows:
             image = draw({site: {at: float(w) for at, w in row.items()} for site, row in self.rows.items()})
+            step = max(trainer.global_step - 1, 0)  # counted from 0, as Lightning does for the metrics beside it
             for logger in _tensorboards(trainer):
-                logger.experiment.add_image("depth/weights", image, trainer.global_step, dataformats="HWC")
+                logger.experiment.add_image("depth/weights", image, step, dataformats="HWC")
         self.rows = {}
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

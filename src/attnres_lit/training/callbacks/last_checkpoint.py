@@ -29,7 +29,9 @@ class LastCheckpoint(Checkpoint):
         self.every_n_steps = every_n_steps
         self._saved_at = -1
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Save when n steps have passed."""
         if trainer.global_step % self.every_n_steps == 0 and trainer.global_step != self._saved_at:
             self._save(trainer)
@@ -45,10 +47,10 @@ class LastCheckpoint(Checkpoint):
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
-        if trainer.fast_dev_run:
+        if trainer.fast_dev_run:  # pyrefly: ignore[missing-attribute]
             return
         beside = self.path.with_suffix(".tmp")
-        trainer.save_checkpoint(beside)
+        trainer.save_checkpoint(beside, weights_only=False)
         if trainer.is_global_zero:
             os.replace(beside, self.path)
         self._saved_at = trainer.global_step

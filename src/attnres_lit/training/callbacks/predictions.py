@@ -1,0 +1,29 @@
+"""What `predict` leaves: the log-probability of every token of the split."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+
+
+class Predictions(BasePredictionWriter):
+    """Writes `predictions.pt` (`predictions.<rank>.pt` on the other ranks): fp32 `(blocks, T)`, in nats.
+
+    Args:
+        dirpath: the folder.
+    """
+
+    def __init__(self, dirpath: str) -> None:
+        super().__init__("epoch")
+        self.dirpath = Path(dirpath)
+
+    def write_on_epoch_end(
+        self, trainer: Trainer, pl_module: LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
+    ) -> None:
+        """One file a rank, blocks in the order of the split."""
+        self.dirpath.mkdir(parents=True, exist_ok=True)
+        rank = f".{trainer.global_rank}" if trainer.global_rank else ""
+        torch.save(torch.cat([batch.cpu() for batch in predictions]), self.dirpath / f"predictions{rank}.pt")

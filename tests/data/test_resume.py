@@ -19,6 +19,7 @@ pytestmark = [  # of Lightning, about a short run in a folder used before
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:Your `IterableDataset`"),
+    pytest.mark.filterwarnings("ignore:`isinstance"),
 ]
 
 
@@ -44,7 +45,13 @@ class Recorder(LightningModule):
 
 
 def run(
-    tmp_path: Path, steps: int, workers: int, batch_size: int, val_every: int | None, resume: str | None = None
+    tmp_path: Path,
+    steps: int,
+    workers: int,
+    batch_size: int,
+    val_every: int | None,
+    limit: int | float = 1.0,
+    resume: str | None = None,
 ) -> Recorder:
     datamodule = TokenDataModule(
         Words(), root=str(tmp_path), seq_len=31, batch_size=batch_size, val_fraction=0.2, num_workers=workers
@@ -53,6 +60,7 @@ def run(
     trainer = Trainer(
         accelerator="cpu",
         max_steps=steps,
+        limit_train_batches=limit,
         limit_val_batches=0 if val_every is None else 2,
         val_check_interval=val_every or 1.0,
         check_val_every_n_epoch=None if val_every else 1,
@@ -69,19 +77,19 @@ def run(
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize(
-    ("batch_size", "epoch", "val_every"),
-    [(8, 26, None), (30, 7, None), (30, 7, 3), (21, 10, 4)],
-    ids=["mid-epoch", "over epochs", "over epochs with validation", "at an epoch's end with validation"],
+    ("batch_size", "epoch", "val_every", "limit"),
+    [(8, 26, None, 1.0), (30, 7, None, 1.0), (30, 7, 3, 1.0), (21, 10, 4, 1.0), (8, 5, 5, 5)],
+    ids=["mid-epoch", "over epochs", "with validation", "at an epoch's end", "at the end of a short epoch"],
 )
 def test_resumed_run_sees_the_batches_of_the_whole_run(
-    tmp_path: Path, workers: int, batch_size: int, epoch: int, val_every: int | None
+    tmp_path: Path, workers: int, batch_size: int, epoch: int, val_every: int | None, limit: int | float
 ):
-    whole = run(tmp_path, STEPS, workers, batch_size, val_every).train_batches
+    whole = run(tmp_path, STEPS, workers, batch_size, val_every, limit).train_batches
     if epoch < STEPS:
         assert not torch.equal(whole[0], whole[epoch])
-    before = run(tmp_path, 10, workers, batch_size, val_every).train_batches
+    before = run(tmp_path, 10, workers, batch_size, val_every, limit).train_batches
     checkpoint = str(tmp_path / "checkpoints" / "10.ckpt")
-    after = run(tmp_path, STEPS, workers, batch_size, val_every, resume=checkpoint)
+    after = run(tmp_path, STEPS, workers, batch_size, val_every, limit, resume=checkpoint)
     assert len(before) == len(after.train_batches) == 10
     assert len(whole) == STEPS
     for expected, batch in zip(whole, before + after.train_batches, strict=True):

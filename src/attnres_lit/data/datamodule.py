@@ -107,7 +107,10 @@ class TokenDataModule(LightningDataModule):
     def train_dataloader(self) -> StreamingDataLoader:
         """Shuffled, a new order each epoch; the last incomplete batch is dropped."""
         overfit = getattr(self.trainer, "overfit_batches", 0)  # on the same batches each epoch
-        return self._loader("train", shuffle=not overfit)
+        loader = self._loader("train", shuffle=not overfit)
+        limit = getattr(self.trainer, "limit_train_batches", 1.0)  # a number of batches, or a share of them
+        loader.epoch_batches = min(limit, len(loader)) if isinstance(limit, int) else int(limit * len(loader))
+        return loader
 
     def val_dataloader(self) -> StreamingDataLoader:
         """The validation split, the same batches each time; the last incomplete batch is dropped."""
@@ -121,7 +124,7 @@ class TokenDataModule(LightningDataModule):
         """As `val_dataloader`."""
         return self.val_dataloader()
 
-    def _loader(self, split: str, shuffle: bool) -> StreamingDataLoader:
+    def _loader(self, split: str, shuffle: bool) -> "_TokenDataLoader":
         dataset = StreamingDataset(
             str(self.dir / split),
             item_loader=TokensLoader(block_size=self.seq_len + 1),
@@ -168,10 +171,12 @@ class TokenDataModule(LightningDataModule):
 class _TokenDataLoader(StreamingDataLoader):
     """A StreamingDataLoader whose resumed run equals the uninterrupted one under a Trainer.
 
-    Also after the resumed epoch, in a folder that has moved, and where only some processes are data-parallel ranks.
+    Also after the resumed epoch, after an epoch that the Trainer cut short, in a folder that has moved, and where only
+    some processes are data-parallel ranks.
     """
 
     identity: dict[str, Any]  # what decides the order of the blocks: a checkpoint with another one cannot be resumed
+    epoch_batches: int  # after which the Trainer begins a new epoch
 
     def __iter__(self) -> Iterator[Tensor]:
         """As LitData's, but a resumed epoch is over when the Trainer has taken its last batch."""
@@ -184,7 +189,7 @@ class _TokenDataLoader(StreamingDataLoader):
         return {**super().state_dict(), "identity": self.identity}
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
-        """As LitData's, with this dataset's folder and number of ranks. Raises ValueError for another identity."""
+        """As LitData's, with the corrections. Raises ValueError for another identity."""
         for field, value in self.identity.items():
             if obj["identity"][field] != value:
                 raise ValueError(
@@ -198,6 +203,8 @@ class _TokenDataLoader(StreamingDataLoader):
         os.environ["WORLD_SIZE"] = str(dataset.distributed_env.world_size)
         try:
             super().load_state_dict(obj)
+            if obj["num_samples_yielded"] >= self.epoch_batches * obj["dataset"]["batch_size"]:
+                self.restore = False  # the epoch is over, though blocks are left
         finally:
             if env is None:
                 del os.environ["WORLD_SIZE"]

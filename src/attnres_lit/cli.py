@@ -98,6 +98,8 @@ class CLI(LightningCLI):
             config.trainer.logger = False  # the curves of the run stay those of its training
         if config.get("ckpt_path"):
             config.ckpt_path = str(find_checkpoint(self.folder, config.ckpt_path))
+        if config.model.init_from:
+            check_readable(Path(config.model.init_from), "--model.init_from")
 
     def before_fit(self) -> None:
         """A fresh run moves an older one of the same name aside, once its own data are known to be good."""
@@ -136,15 +138,22 @@ def find_checkpoint(folder: Path, which: str) -> Path:
     """
     named = which in ("last", "best")
     path = folder / "checkpoints" / f"{which}.ckpt" if named else Path(which)
-    if not path.exists():
-        others = sorted(str(p.parents[1]) for p in folder.parent.glob(f"*/checkpoints/{which}.ckpt")) if named else []
+    if named and not path.exists():
+        others = sorted(str(p.parents[1]) for p in folder.parent.glob(f"*/checkpoints/{which}.ckpt"))
         hint = f"; runs that have one: {', '.join(others)} (choose with --name)" if others else ""
         raise ValueError(f"--ckpt_path {which}: there is no {path}{hint}")
+    check_readable(path, f"--ckpt_path {which}")
+    return path
+
+
+def check_readable(path: Path, flag: str) -> None:
+    """Before a run is touched: can the checkpoint be read at all? Raises ValueError."""
+    if not path.exists():
+        raise ValueError(f"{flag}: there is no {path}")
     try:
         torch.load(path, map_location="meta", mmap=True, weights_only=True)
-    except Exception as error:
-        raise ValueError(f"--ckpt_path {which}: {path} is not a checkpoint, or damaged") from error
-    return path
+    except Exception as error:  # whatever it holds, it is not ours
+        raise ValueError(f"{flag}: {path} is not a checkpoint, or it is damaged") from error
 
 
 @rank_zero_only
@@ -210,7 +219,8 @@ def quiet() -> None:
     """Leave out what Lightning prints that is no news about the run."""
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     rank_zero = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    rank_zero.addFilter(lambda record: "litlogger" not in record.getMessage())  # an advertisement
+    noise = re.compile("litlogger|Trainer already configured with model summary callbacks")
+    rank_zero.addFilter(lambda record: not noise.search(record.getMessage()))
 
 
 def main(args: list[str] | None = None) -> None:

@@ -109,7 +109,8 @@ def draw(rows: Mapping[int, Mapping[int, float]]) -> np.ndarray:
         for at, weight in row.items():
             table[y, at] = weight
     *sites, _ = rows
-    figure = Figure(figsize=(2.6 + 0.26 * sources, 1.2 + 0.22 * len(rows)), dpi=100, layout="constrained")
+    width, height = min(2.6 + 0.26 * sources, 14), min(1.2 + 0.22 * len(rows), 12)  # inches
+    figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
     axes = figure.subplots()
     # the root tells small weights apart: over n sources, a uniform row has 1 / n
     image = axes.imshow(table, norm=PowerNorm(0.5, 0, 1), cmap="viridis", aspect="auto", interpolation="none")

@@ -1,0 +1,96 @@
+"""The optimizer's groups and the learning-rate schedule."""
+
+import dataclasses
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from attnres_lit.model import Transformer
+from attnres_lit.residual import PreNorm
+from attnres_lit.training.optim import OptimConfig, parameter_groups
+from residual.models import CONFIGS, factory_from_yaml
+from training.tiny import tiny_config
+
+
+def names_by_group(model):
+    groups = parameter_groups(model, 0.1)
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [{names[parameter] for parameter in group["params"]} for group in groups]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_groups(path):
+    model = Transformer(tiny_config(), factory_from_yaml(path))
+    decay, no_decay = names_by_group(model)
+    assert decay | no_decay == {name for name, _ in model.named_parameters()}
+    assert not decay & no_decay
+    projections = {f"residual.projection.{site}" for site in range(4)} if path.stem == "mhc" else set()
+    matrices = {f"sublayers.{site}.mixer.{p}_proj.weight" for site in (0, 2) for p in "qkvo"}
+    matrices |= {f"sublayers.{site}.mixer.{p}_proj.weight" for site in (1, 3) for p in ("gate", "up", "down")}
+    assert decay == matrices | projections | {"head.weight"}
+
+
+def test_tied_embedding_does_not_decay():
+    decay, no_decay = names_by_group(Transformer(tiny_config(tie_embeddings=True), PreNorm))
+    assert "embedding.weight" in no_decay
+    assert "head.weight" not in decay
+
+
+def test_residual_may_not_claim_other_parameters():
+    class Greedy(PreNorm):
+        def decayed_parameters(self):
+            return [nn.Parameter(torch.zeros(1))]
+
+    with pytest.raises(AssertionError, match="of its own"):
+        parameter_groups(Transformer(tiny_config(), Greedy), 0.1)
+
+
+def test_cosine():
+    optim = OptimConfig(warmup_steps=4, total_steps=24, final_lr=0.2)
+    assert [optim.factor(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert optim.factor(4) == 1.0
+    assert optim.factor(14) == pytest.approx(0.6)  # half way down
+    assert optim.factor(24) == optim.factor(1000) == pytest.approx(0.2)
+
+
+def test_wsd():
+    optim = OptimConfig(schedule="wsd", warmup_steps=4, total_steps=24, decay_steps=10, final_lr=0.2)
+    assert optim.factor(1) == 0.5
+    assert {optim.factor(step) for step in range(4, 15)} == {1.0}
+    assert optim.factor(19) == pytest.approx(0.6)
+    assert optim.factor(24) == optim.factor(1000) == pytest.approx(0.2)
+    assert OptimConfig(schedule="wsd", total_steps=100).fall == 20
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lr": 0.0}, r"optim.lr=0.0 must be above 0"),
+        ({"betas": (0.9, 1.0)}, r"optim.betas=\(0.9, 1.0\)"),
+        ({"eps": 0.0}, r"optim.eps"),
+        ({"weight_decay": -0.1}, r"optim.weight_decay"),
+        ({"schedule": "linear"}, r"optim.schedule=linear must be one of cosine, wsd"),
+        ({"final_lr": 1.5}, r"optim.final_lr"),
+        ({"warmup_steps": -1}, r"optim.warmup_steps"),
+        ({"total_steps": 0}, r"optim.total_steps"),
+        ({"warmup_steps": 400}, r"do not fit into optim.total_steps=400"),
+        ({"schedule": "wsd", "decay_steps": 0}, r"a decay of 0 steps"),
+        ({"schedule": "wsd", "decay_steps": 360}, r"a decay of 360 steps"),
+        ({"decay_steps": 10}, r"belongs to schedule=wsd"),
+    ],
+)
+def test_bad_values_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        OptimConfig(**values)
+
+
+@pytest.mark.parametrize("name", ["adamw_cosine", "adamw_wsd"])
+def test_config_files_show_every_field(name):
+    values = yaml.safe_load((CONFIGS.parent / "optim" / f"{name}.yaml").read_text())
+    assert list(values) == [field.name for field in dataclasses.fields(OptimConfig)]
+    config = OptimConfig(**values | {"betas": tuple(values["betas"])})
+    if name == "adamw_cosine":
+        assert config == OptimConfig()

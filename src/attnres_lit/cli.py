@@ -106,6 +106,8 @@ class CLI(LightningCLI):
         config = self.config.fit
         if config.ckpt_path is None and not config.trainer.fast_dev_run:
             self.datamodule.prepare_data()
+            self.datamodule.setup("fit")
+            self.datamodule.train_dataloader(), self.datamodule.val_dataloader()
             move_aside(self.folder)
 
 
@@ -217,7 +219,13 @@ def fail(message: str) -> NoReturn:
 
 def quiet() -> None:
     """Leave out what Lightning prints that is no news about the run."""
-    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    for message in (
+        r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+        "Checkpoint directory .* exists and is not empty",  # a resumed run
+        "Couldn't infer the batch indices fetched from your dataloader",
+        ".*`IterableDataset` has `__len__` defined",
+    ):
+        warnings.filterwarnings("ignore", message=message)
     rank_zero = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     noise = re.compile("litlogger|Trainer already configured with model summary callbacks")
     rank_zero.addFilter(lambda record: not noise.search(record.getMessage()))

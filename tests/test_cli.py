@@ -1,0 +1,265 @@
+"""The command line as a user types it: runs, resumes, swaps, and mistakes."""
+
+import csv
+import os
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from attnres_lit.cli import main
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
+TINY = [
+    "--data.corpus=TextFiles",
+    "--data.corpus.paths=[corpus/*.txt]",
+    "--data.val_fraction=0.3",
+    "--data.seq_len=16",
+    "--data.batch_size=4",
+    "--model.config.dim=16",
+    "--model.config.num_layers=3",
+    "--model.config.num_heads=2",
+    "--trainer.limit_val_batches=3",
+    "--trainer.log_every_n_steps=1",
+]
+
+
+@pytest.fixture(autouse=True)
+def workdir(tmp_path, monkeypatch):
+    """A folder of its own with a small corpus."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["attnres_lit"])
+    (tmp_path / "corpus").mkdir()
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("a*.py"))[:8]:
+        (tmp_path / "corpus" / f"{path.stem}.txt").write_text(path.read_text()[:8000])
+    return tmp_path
+
+
+def run(subcommand, config="block", *flags):
+    main([subcommand, "--config", str(CONFIGS / f"{config}.yaml"), *TINY, *flags])
+
+
+def fails(capfd, *args):
+    """Exit code 2 and one line of error, which is returned."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as exit:
+        main(list(args))
+    assert exit.value.code == 2
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def csv_rows(folder, version=0):
+    with open(Path(folder) / f"csv/version_{version}/metrics.csv") as file:
+        return list(csv.DictReader(file))
+
+
+def losses(folder, version=0):
+    return {int(row["step"]): row["train/loss"] for row in csv_rows(folder, version) if row["train/loss"]}
+
+
+def test_a_run_leaves_its_folder(workdir):
+    run("fit", "block", "--trainer.max_steps=3", "--trainer.val_check_interval=2")
+    folder = workdir / "runs/BlockAttnRes"
+    assert {p.name for p in (folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    assert (folder / "config.yaml").is_file()
+    assert len(losses(folder)) == 3
+    log = EventAccumulator(str(folder), {"images": 0})
+    log.Reload()
+    scalars, images = set(log.Tags()["scalars"]), set(log.Tags()["images"])
+    named = {"train/loss", "val/loss", "val/bpb", "val/ppl", "lr", "grad_norm", "throughput/tokens_per_sec"}
+    depth = {f"depth/{kind}/{layer}" for kind in ("output_rms", "grad_norm") for layer in range(3)}
+    assert named | depth <= scalars
+    assert images == {"depth/weights"}
+    assert [event.step for event in log.Scalars("train/loss")] == [0, 1, 2]
+    last = torch.load(folder / "checkpoints/last.ckpt", weights_only=True)
+    assert last["global_step"] == 3
+    assert last["hyper_parameters"]["residual"]["class_path"] == "attnres_lit.BlockAttnRes"
+    assert last["hyper_parameters"]["config"]["vocab_size"] == 257
+
+
+def test_a_second_run_moves_the_first_aside(workdir):
+    run("fit", "prenorm", "--trainer.max_steps=1")
+    run("fit", "prenorm", "--trainer.max_steps=2")
+    assert list(losses(workdir / "runs/PreNorm.1")) == [0]
+    assert list(losses(workdir / "runs/PreNorm")) == [0, 1]
+
+
+@pytest.mark.parametrize("config", ["block", "mhc"])
+def test_resume_is_bit_for_bit(workdir, config):
+    """Losses and weights of 6 steps = 3 steps, a new process's worth of objects, 3 steps; validation in between."""
+    every = ["--trainer.val_check_interval=2"]
+    run("fit", config, "--name=whole", "--trainer.max_steps=6", *every)
+    run("fit", config, "--name=parts", "--trainer.max_steps=3", *every)
+    run("fit", config, "--name=parts", "--trainer.max_steps=6", *every, "--ckpt_path=last")
+    whole = losses(workdir / "runs/whole")
+    parts = losses(workdir / "runs/parts") | losses(workdir / "runs/parts", 1)
+    assert whole == parts
+    assert len(whole) == 6
+    weights = [torch.load(f"runs/{n}/checkpoints/last.ckpt", weights_only=True) for n in ("whole", "parts")]
+    assert all(torch.equal(a, weights[1]["state_dict"][name]) for name, a in weights[0]["state_dict"].items())
+
+
+def test_killed_at_any_moment_and_resumed_is_bit_for_bit(workdir):
+    """SIGKILL in the middle of a run in another process; what `last` holds continues to the very same end."""
+    flags = [*TINY, "--trainer.val_check_interval=50", "--trainer.limit_val_batches=1", "--trainer.max_steps=60"]
+    flags += ["--trainer.callbacks+=attnres_lit.training.callbacks.LastCheckpoint"]
+    flags += ["--trainer.callbacks.dirpath={run}/checkpoints", "--trainer.callbacks.every_n_steps=5"]
+    config = str(CONFIGS / "block.yaml")
+    main(["fit", "--config", config, *flags, "--name=whole"])
+    command = [sys.executable, "-m", "attnres_lit", "fit", "--config", config, *flags, "--name=killed"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    last = workdir / "runs/killed/checkpoints/last.ckpt"
+    deadline = time.monotonic() + 120
+    while not last.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert torch.load(last, weights_only=True)["global_step"] < 60
+    main(["fit", "--config", config, *flags, "--name=killed", "--ckpt_path=last"])
+    whole, resumed = losses("runs/whole"), losses("runs/killed", 1)
+    assert resumed.items() <= whole.items()
+    assert max(resumed) == 59
+
+
+def test_validate_scores_the_run(workdir, capfd):
+    run("fit", "block", "--trainer.max_steps=4", "--trainer.val_check_interval=4")
+    trained = next(row["val/loss"] for row in csv_rows("runs/BlockAttnRes") if row["val/loss"])
+    capfd.readouterr()
+    run("validate", "block", "--ckpt_path=last")
+    printed = re.search(r"val/loss\s*│?\s*([\d.]+)", capfd.readouterr().out)
+    assert printed
+    assert float(printed[1]) == pytest.approx(float(trained), rel=1e-6)
+    run("test", "block", "--ckpt_path=best", "--trainer.limit_test_batches=2")
+    run("predict", "block", "--ckpt_path=last", "--trainer.limit_predict_batches=2")
+    assert torch.load("runs/BlockAttnRes/predictions.pt", weights_only=True).shape == (8, 16)
+
+
+def test_warm_start_takes_the_weights_only(workdir):
+    run("fit", "prenorm", "--trainer.max_steps=2", "--name=first")
+    run("fit", "block", "--trainer.max_steps=1", "--name=second", "--model.init_from=runs/first/checkpoints/last.ckpt")
+    assert float(losses("runs/second")[0]) < float(losses("runs/first")[0])
+    assert torch.load("runs/second/checkpoints/last.ckpt", weights_only=True)["global_step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "strategy"),
+    [
+        (["block"], "BlockAttnRes"),
+        (["block", "--model.residual=FullAttnRes"], "FullAttnRes"),
+        (["block", "--model.residual=BlockAttnRes", "--model.residual.num_blocks=4"], "BlockAttnRes"),
+        (["prenorm", "--model.residual", str(CONFIGS / "residual/mhc.yaml")], "MHC"),
+        (["mhc", "--model.residual=attnres_lit.DenseFormer", "--model.residual.dilation=2"], "DenseFormer"),
+    ],
+)
+def test_a_flag_swaps_the_residual(flags, strategy, capsys):
+    with pytest.raises(SystemExit) as exit:
+        run("fit", *flags, "--print_config")
+    assert exit.value.code == 0
+    printed = capsys.readouterr().out
+    assert f"class_path: attnres_lit.{strategy}" in printed
+    assert ("num_blocks: 4" in printed) == ("--model.residual.num_blocks=4" in flags)
+
+
+def test_a_run_is_named_after_its_residual(workdir):
+    run("fit", "block", "--model.residual.num_blocks=4", "--trainer.max_steps=1")
+    assert [p.name for p in (workdir / "runs").iterdir()] == ["BlockAttnRes-num_blocks=4"]
+
+
+BLOCK = str(CONFIGS / "block.yaml")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["fit", "--config", "nope.yaml"], r"nope\.yaml"),
+        (["fit", "--config", BLOCK, "--trainer.max_step=3"], r"--trainer.max_step=3; did you mean trainer.max_steps\?"),
+        (["fit", "--config", BLOCK, "--model.config.dim=wide"], "wide"),
+        (["fit", "--config", BLOCK, "--model.config.dim=30"], "dim=30 must be an even multiple of num_heads=4"),
+        (
+            ["fit", "--config", BLOCK, "--model.residual=BlockAtnRes"],
+            r"known are .*PreNorm; did you mean BlockAttnRes\?",
+        ),
+        (["fit", "--config", BLOCK, "--model.residual.num_blockz=2"], "num_blockz.*known are num_blocks, block_size"),
+        (["fit", "--config", BLOCK, "--model.residual.num_blocks=99"], "num_blocks=99 must be between 1 and"),
+        (["fit", "--config", BLOCK, "--data.tokenizer=BPE"], "unknown data.tokenizer 'BPE': known are BPETokenizer"),
+        (["fit", "--config", BLOCK, "--data.corpus=TextFiles", "--data.corpus.paths=[none/*.txt]"], "none/"),
+        (["fit", "--config", BLOCK, *TINY, "--data.batch_size=100000"], "fewer than one batch"),
+        (["fit", "--config", BLOCK, "--ckpt_path=last"], "there is no runs/BlockAttnRes/checkpoints/last.ckpt"),
+        (["validate", "--config", BLOCK, "--ckpt_path=last"], "there is no runs/BlockAttnRes/checkpoints/last.ckpt"),
+        (["validate", "--config", BLOCK, "--ckpt_path=a.ckpt"], "there is no a.ckpt"),
+        (["fit", "--config", BLOCK, "--model.init_from=a.ckpt"], "--model.init_from: there is no a.ckpt"),
+        (["fitt"], "invalid choice: 'fitt'"),
+        ([], "subcommand"),
+    ],
+)
+def test_a_mistake_gets_one_line(capfd, args, message, workdir):
+    assert re.search(message, fails(capfd, *args))
+    assert not (workdir / "runs").exists()
+
+
+def test_a_damaged_checkpoint_is_refused(workdir, capfd):
+    run("fit", "block", "--trainer.max_steps=1")
+    path = workdir / "runs/BlockAttnRes/checkpoints/last.ckpt"
+    path.write_bytes(path.read_bytes()[:5000])
+    assert "damaged" in fails(capfd, "fit", "--config", BLOCK, *TINY, "--ckpt_path=last")
+
+
+def test_another_architecture_cannot_resume(workdir, capfd):
+    run("fit", "block", "--trainer.max_steps=1")
+    flags = [*TINY, "--ckpt_path=runs/BlockAttnRes/checkpoints/last.ckpt", "--trainer.max_steps=2"]
+    line = fails(capfd, "fit", "--config", BLOCK, *flags, "--model.residual.num_blocks=2", "--model.config.dim=32")
+    assert "model.residual.num_blocks=None, this run asks for 2" in line
+    assert "model.config.dim=16, this run asks for 32" in line
+    line = fails(capfd, "fit", "--config", str(CONFIGS / "full.yaml"), *flags)
+    assert "BlockAttnRes" in line
+    assert "FullAttnRes" in line
+    run("fit", "block", "--trainer.max_steps=2", "--ckpt_path=last", "--model.optim.lr=1e-4")
+    assert float(csv_rows("runs/BlockAttnRes", 1)[-1]["lr"] or 0) <= 1e-4
+
+
+def test_the_schedule_does_not_depend_on_max_steps(workdir):
+    for steps in (2, 4):
+        run("fit", "prenorm", f"--trainer.max_steps={steps}", f"--name={steps}")
+    rates = [[row["lr"] for row in csv_rows(f"runs/{steps}") if row["lr"]][:2] for steps in (2, 4)]
+    assert rates[0] == rates[1]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_top_level_config_trains(path, workdir):
+    run("fit", path.stem, "--config", str(CONFIGS / "debug/fast_dev_run.yaml"))
+    assert not (workdir / "runs").exists()
+
+
+@pytest.mark.parametrize("path", sorted(p for p in CONFIGS.glob("*/*.yaml")), ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_every_piece_parses(path, capsys):
+    flag = {"residual": "--model.residual", "model": "--model.config", "optim": "--model.optim"}
+    flag |= {"trainer": "--trainer", "data": "--data"}
+    with pytest.raises(SystemExit) as exit:
+        run("fit", "block", flag.get(path.parent.name, "--config"), str(path), "--print_config")
+    assert exit.value.code == 0
+
+
+def test_top_level_configs_differ_in_the_residual_only():
+    bodies = {p.stem: p.read_text().splitlines()[1:] for p in CONFIGS.glob("*.yaml")}
+    for name, lines in bodies.items():
+        others = [line.replace(f"residual/{name}.yaml", "residual/block.yaml") for line in lines]
+        assert others == bodies["block"]
+    assert set(bodies) == {"block", "full", "prenorm", "denseformer", "mhc"}
+
+
+def test_version_and_help(capsys):
+    for args, expected in ((["--version"], "attnres_lit 0."), (["fit", "--help"], "--model.residual")):
+        with pytest.raises(SystemExit) as exit:
+            main(args)
+        assert exit.value.code == 0
+        assert expected in capsys.readouterr().out

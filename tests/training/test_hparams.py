@@ -97,7 +97,9 @@ def test_a_checkpoint_of_the_command_line_rebuilds_the_strategy(tmp_path):
     path = saved(
         from_command_line("--model.residual=training.test_hparams.Scaled", "--model.residual.scale=3"), tmp_path
     )
-    assert LanguageModel.load_from_checkpoint(path, weights_only=True).model.residual.scale == 3
+    loaded = LanguageModel.load_from_checkpoint(path, weights_only=True, compile=True)
+    assert loaded.model.residual.scale == 3
+    assert loaded.compiled  # what is given anew holds
 
 
 def local():

@@ -28,13 +28,14 @@ def describe(residual: ResidualFactory) -> dict[str, Any]:
         ValueError: any other callable, a class that cannot be imported by name, or an option that is not a plain value.
     """
     strategy = strategy_of(residual)
-    if strategy is None or "<locals>" in strategy.__qualname__:
+    path = strategy and class_path(strategy)
+    if strategy is None or path is None:
         raise ValueError(
             f"the residual {residual!r} cannot be stored in a checkpoint: use a strategy class that can be imported, "
             "or a functools.partial of one with its options as keywords"
         )
     options = {**defaults(strategy), **(residual.keywords if isinstance(residual, partial) else {})}
-    return {"class_path": class_path(strategy), "init_args": {key: plain(value, key) for key, value in options.items()}}
+    return {"class_path": path, "init_args": {key: plain(value, key) for key, value in options.items()}}
 
 
 def strategy_of(residual: ResidualFactory) -> type[Residual] | None:
@@ -51,12 +52,11 @@ def defaults(strategy: type[Residual]) -> dict[str, Any]:
     return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
-def class_path(cls: type) -> str:
-    """The shortest dotted path under which a class is already importable: it survives a file being moved."""
+def class_path(cls: type) -> str | None:
+    """The shortest dotted path of a class, which survives its file being moved; None if it has none, being local."""
     parts = cls.__module__.split(".")
     packages = (".".join(parts[: i + 1]) for i in range(len(parts)))
-    package = next(p for p in packages if getattr(sys.modules[p], cls.__name__, None) is cls)
-    return f"{package}.{cls.__name__}"
+    return next((f"{p}.{cls.__name__}" for p in packages if getattr(sys.modules[p], cls.__name__, None) is cls), None)
 
 
 def plain(value: Any, name: str) -> Any:

@@ -87,6 +87,24 @@ def test_a_run_leaves_its_folder(workdir):
     assert last["hyper_parameters"]["config"]["vocab_size"] == 257
 
 
+def test_nothing_needless_is_said(workdir):
+    args = ["fit", "--config", str(CONFIGS / "block.yaml"), *TINY, "--trainer.max_steps=1"]
+    done = subprocess.run([sys.executable, "-m", "attnres_lit", *args], capture_output=True, text=True, check=True)
+    lines = (done.stdout + done.stderr).replace("\r", "\n").splitlines()
+    expected = (
+        "GPU available",
+        "TPU available",
+        "`Trainer.fit` stopped",
+        "Seed set",
+        "Epoch",
+        "Training",
+        "Validation",
+    )
+    summary = re.compile(r"\s+\| Name|-+$|\d+ \| model|[\d.]+ ?K?\s+(Total|Trainable|Non|Modules)|tokenizing")
+    said = [line for line in lines if line.strip(" \x1b[A") and not line.startswith(expected)]
+    assert [line for line in said if not summary.match(line)] == []
+
+
 def test_a_second_run_moves_the_first_aside(workdir):
     run("fit", "prenorm", "--trainer.max_steps=1")
     run("fit", "prenorm", "--trainer.max_steps=2")

@@ -98,7 +98,7 @@ class CLI(LightningCLI):
             config.trainer.logger = False  # the curves of the run stay those of its training
         if config.get("ckpt_path"):
             config.ckpt_path = str(find_checkpoint(self.folder, config.ckpt_path))
-        if config.model.init_from:
+        elif config.model.init_from:
             check_readable(Path(config.model.init_from), "--model.init_from")
 
     def before_fit(self) -> None:
@@ -220,14 +220,15 @@ def fail(message: str) -> NoReturn:
 def quiet() -> None:
     """Leave out what Lightning prints that is no news about the run."""
     for message in (
-        r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+        r".*LeafSpec.* is deprecated",
+        r"The '\w+' does not have many workers",  # local shards need none
         "Checkpoint directory .* exists and is not empty",  # a resumed run
         "Couldn't infer the batch indices fetched from your dataloader",
         ".*`IterableDataset` has `__len__` defined",
     ):
         warnings.filterwarnings("ignore", message=message)
     rank_zero = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    noise = re.compile("litlogger|Trainer already configured with model summary callbacks")
+    noise = re.compile("💡 Tip|Trainer already configured with model summary callbacks")
     rank_zero.addFilter(lambda record: not noise.search(record.getMessage()))
 
 

@@ -41,9 +41,9 @@ def stored(datamodule: TokenDataModule, split: str) -> np.ndarray:
     return np.frombuffer((datamodule.dir / split / "chunk-0-0.bin").read_bytes()[-2 * size :], dtype=np.uint16)
 
 
-def test_batches_are_int64_blocks_of_the_corpus_in_validation_order(tmp_path: Path):
+def test_batches_are_int64_blocks_of_the_corpus_in_order(tmp_path: Path):
     datamodule = ready(tmp_path)
-    batches = list(datamodule.val_dataloader())
+    batches = list(datamodule.predict_dataloader())
     assert all(batch.shape == (4, 32) and batch.dtype == torch.int64 for batch in batches)
     tokens = stored(datamodule, "val")
     stream = torch.cat([batch.flatten() for batch in batches])
@@ -58,7 +58,10 @@ def test_validation_is_the_same_each_time_and_training_is_shuffled_anew(tmp_path
     datamodule = ready(tmp_path, num_workers=workers)
     val = datamodule.val_dataloader()
     first = rows(val)
-    assert first == rows(val) == rows(datamodule.test_dataloader()) == rows(datamodule.predict_dataloader())
+    assert first == rows(val) == rows(datamodule.test_dataloader())
+    in_order = rows(datamodule.predict_dataloader())
+    assert first != in_order
+    assert len(set(first) & set(in_order)) > 0.9 * len(first)  # but for those an incomplete batch drops
     assert len(first) == 4 * len(val)
     train = datamodule.train_dataloader()
     one, two = rows(train), rows(train)

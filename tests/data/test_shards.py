@@ -198,7 +198,7 @@ def test_damage_is_found_and_named(tmp_path: Path, damage, message: str):
     damage(dir)
     for check in (prepare, verify):
         with pytest.raises(ValueError, match=re.escape(message)) as error:
-            check(Words(), ByteTokenizer(), dir, 0.02, 0)
+            check(Words(), ByteTokenizer(), dir, 0.05, 0)
         assert "\n" not in str(error.value)
 
 

@@ -25,9 +25,9 @@ class TokenDataModule(LightningDataModule):
     """Batches of token blocks, int64 `(batch_size, seq_len + 1)`: inputs and targets overlap by all but one token.
 
     Blocks are cut end to end from the stream of documents. Training batches are shuffled anew each epoch, and a run
-    resumed from a checkpoint continues with the very next batch. Validation, test and predict read the validation
-    split, in order. Each data-parallel rank, as the strategy's `distributed_sampler_kwargs` count them, has its own
-    part.
+    resumed from a checkpoint continues with the very next batch. Validation and test read the validation split in one
+    shuffled order, always the same, so that its first batches stand for the whole; predict reads it in order. Each
+    data-parallel rank, as the strategy's `distributed_sampler_kwargs` count them, has its own part.
 
     Args:
         corpus: where the documents come from; the Python standard library if None.
@@ -53,7 +53,7 @@ class TokenDataModule(LightningDataModule):
         dir: str | None = None,
         seq_len: int = 128,
         batch_size: int = 16,
-        val_fraction: float = 0.02,
+        val_fraction: float = 0.05,
         split_seed: int = 0,
         seed: int = 0,
         num_workers: int = 0,
@@ -114,15 +114,17 @@ class TokenDataModule(LightningDataModule):
 
     def val_dataloader(self) -> StreamingDataLoader:
         """The validation split, the same batches each time; the last incomplete batch is dropped."""
-        return self._loader("val", shuffle=False)
+        loader = self._loader("val", shuffle=True)
+        loader.same_order = True
+        return loader
 
     def test_dataloader(self) -> StreamingDataLoader:
         """As `val_dataloader`."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> StreamingDataLoader:
-        """As `val_dataloader`."""
-        return self.val_dataloader()
+        """The validation split in the order of its documents; the last incomplete batch is dropped."""
+        return self._loader("val", shuffle=False)
 
     def _loader(self, split: str, shuffle: bool) -> "_TokenDataLoader":
         dataset = StreamingDataset(
@@ -131,7 +133,7 @@ class TokenDataModule(LightningDataModule):
             shuffle=shuffle,
             item_shuffle_window="full",  # LitData's default mixes only 256 neighbouring blocks
             drop_last=True,
-            seed=self.seed,
+            seed=self.seed if split == "train" else self.split_seed,
         )
         # LitData shuffles differently on network file systems; a run must not depend on where the shards lie.
         dataset.posix_fast = PosixFastProfile(kind="posix")
@@ -177,9 +179,12 @@ class _TokenDataLoader(StreamingDataLoader):
 
     identity: dict[str, Any]  # what decides the order of the blocks: a checkpoint with another one cannot be resumed
     epoch_batches: int  # after which the Trainer begins a new epoch
+    same_order = False  # every epoch has the order of the first
 
     def __iter__(self) -> Iterator[Tensor]:
         """As LitData's, but a resumed epoch is over when the Trainer has taken its last batch."""
+        if self.same_order:
+            self.current_epoch = 0
         for batch in super().__iter__():
             self.restore = False  # LitData clears it past the last batch, which a Trainer that counts never asks for
             yield batch

@@ -71,7 +71,7 @@ class Meta:
 
 
 def prepare(
-    corpus: Corpus, tokenizer: Tokenizer, dir: str | Path, val_fraction: float = 0.02, split_seed: int = 0
+    corpus: Corpus, tokenizer: Tokenizer, dir: str | Path, val_fraction: float = 0.05, split_seed: int = 0
 ) -> Meta:
     """Write a corpus into a folder, unless it is there already, and load the tokenizer's vocabulary.
 

@@ -1,0 +1,95 @@
+"""What the README says is true: its commands run, its files exist, its sixth strategy passes the contract."""
+
+import re
+import shlex
+import shutil
+import sys
+import types
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnres_lit.cli import main
+from attnres_lit.residual import Residual
+from residual import test_contract as contract
+from residual.models import VOCAB
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^    python -m attnres_lit (.+)$", README, re.MULTILINE)
+SMALL = [
+    "--model.config.dim=8",
+    "--model.config.num_layers=2",
+    "--model.config.num_heads=1",
+    "--data.seq_len=8",
+    "--data.batch_size=2",
+    "--trainer.limit_val_batches=2",
+    "--trainer.val_check_interval=1",
+    "--trainer.max_steps=2",
+]
+
+
+def test_every_command_works_as_written_one_after_the_other(tmp_path_factory, monkeypatch, capsys):
+    """From the root of a copy of the repository; sizes are the only thing that is added."""
+    root = tmp_path_factory.mktemp("clone")
+    shutil.copytree(ROOT / "configs", root / "configs")
+    shutil.copy(ROOT / "README.md", root)
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(sys, "argv", ["attnres_lit"])
+    assert len(COMMANDS) >= 10
+    for command in COMMANDS:
+        args = shlex.split(command)
+        steps = 4 if "--ckpt_path" in args else 2
+        small = [] if args[-1] in ("--help", "--print_config") else [*SMALL, f"--trainer.max_steps={steps}"]
+        code = 0
+        try:
+            main([*args, *small])
+        except SystemExit as exit:
+            code = exit.code
+        assert code == 0, (command, capsys.readouterr().err[-500:])
+
+
+def test_names_only_files_that_exist():
+    for path in re.findall(r"\]\(([\w./-]+)\)|`((?:configs|src|tests|data|docs)/[\w./-]*)`", README):
+        path = path[0] or path[1]
+        if "rezero" not in path:
+            assert (ROOT / path).exists(), path
+
+
+def test_is_short():
+    assert len(README.splitlines()) < 200
+
+
+@pytest.fixture
+def sixth(monkeypatch):
+    """The README's strategy, as a module of its own."""
+    source = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert source
+    module = types.ModuleType("readme_strategy")
+    monkeypatch.setitem(sys.modules, "readme_strategy", module)
+    exec(source[1], module.__dict__)
+    return next(s for s in vars(module).values() if isinstance(s, type) and s.__module__ == "readme_strategy")
+
+
+@pytest.mark.parametrize("name", [name for name in dir(contract) if name.startswith("test_")])
+def test_the_sixth_strategy_passes_the_contract(name, sixth):
+    assert issubclass(sixth, Residual)
+    tokens = torch.randint(VOCAB, (2, 5), generator=torch.Generator().manual_seed(0))
+    check = getattr(contract, name)
+    if name == "test_starts_as_prenorm_where_it_says_so":
+        check(partial(sixth, init=0.5), tokens, torch.float64, 1e-18, 1e-9)
+    else:
+        check(sixth, tokens)
+
+
+def test_the_sixth_strategy_trains_from_the_command_line(sixth, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["attnres_lit"])
+    (tmp_path / "text.txt").write_text("".join(f"line {i} of a small corpus\n" for i in range(400)))
+    flags = ["--data.corpus=TextFiles", "--data.corpus.paths=[text.txt]", "--data.corpus.one_document_per=line"]
+    config = str(ROOT / "configs/block.yaml")
+    main(["fit", "--config", config, "--model.residual=readme_strategy.ReZero", *flags, *SMALL])
+    last = torch.load("runs/ReZero/checkpoints/last.ckpt", weights_only=True)
+    assert last["hyper_parameters"]["residual"] == {"class_path": "readme_strategy.ReZero", "init_args": {"init": 0.0}}

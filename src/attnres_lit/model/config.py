@@ -25,8 +25,8 @@ class TransformerConfig:
     """
 
     vocab_size: int
-    dim: int = 96
-    num_layers: int = 12
+    dim: int = 128
+    num_layers: int = 6
     num_heads: int = 4
     num_kv_heads: int | None = None
     hidden_dim: int | None = None

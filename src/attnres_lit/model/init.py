@@ -1,12 +1,15 @@
 """All initial values of the network, in one place and the same for every residual strategy.
 
-| parameter                       | initial value                                                     |
-|---------------------------------|-------------------------------------------------------------------|
-| embedding, head                 | N(0, 0.02)                                                        |
-| q, k, v, gate, up projections   | N(0, 0.02)                                                        |
-| o_proj, down_proj (the outputs) | N(0, 0.02 / sqrt(2 num_layers)), so that their sum keeps its size |
-| gains of all norms              | 1                                                                 |
-| everything under `residual.`    | the strategy's own `reset_parameters`, called last                |
+| parameter                       | initial value                                                                  |
+|---------------------------------|--------------------------------------------------------------------------------|
+| embedding                       | N(0, 1): a source as large as what the norms make of it                        |
+| q, k, v, gate, up projections   | N(0, 1 / sqrt(fan-in))                                                         |
+| o_proj, down_proj (the outputs) | N(0, 1 / sqrt(fan-in) / sqrt(2 num_layers)), so that their sum keeps its size  |
+| head                            | N(0, 0.02): the first loss is that of a uniform guess                          |
+| gains of all norms              | 1                                                                              |
+| everything under `residual.`    | the strategy's own `reset_parameters`, called last                             |
+
+With tied embeddings the shared matrix starts as the head does.
 """
 
 import math
@@ -15,8 +18,6 @@ from torch import nn
 
 from attnres_lit.model.attention import Rotary
 from attnres_lit.residual.base import Residual
-
-STD = 0.02
 
 
 def initialize(model: nn.Module, num_sites: int) -> None:
@@ -27,9 +28,12 @@ def initialize(model: nn.Module, num_sites: int) -> None:
         num_sites: sublayers of the whole model.
     """
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight)
+        elif isinstance(module, nn.Linear):
+            std = 0.02 if name == "head" else module.in_features**-0.5
             is_output = name.endswith(("o_proj", "down_proj"))
-            nn.init.normal_(module.weight, std=STD / math.sqrt(num_sites) if is_output else STD)
+            nn.init.normal_(module.weight, std=std / math.sqrt(num_sites) if is_output else std)
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
         elif isinstance(module, Rotary | Residual):

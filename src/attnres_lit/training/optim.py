@@ -40,9 +40,9 @@ class OptimConfig:
     weight_decay: float = 0.1
     schedule: Schedule = "cosine"
     warmup_steps: int = 50
-    total_steps: int = 400
+    total_steps: int = 500
     decay_steps: int | None = None
-    final_lr: float = 0.1
+    final_lr: float = 0.0
 
     def __post_init__(self) -> None:
         in_range = {

@@ -76,9 +76,9 @@ def test_wsd():
         ({"final_lr": 1.5}, r"optim.final_lr"),
         ({"warmup_steps": -1}, r"optim.warmup_steps"),
         ({"total_steps": 0}, r"optim.total_steps"),
-        ({"warmup_steps": 400}, r"do not fit into optim.total_steps=500"),
+        ({"warmup_steps": 500}, r"do not fit into optim.total_steps=500"),
         ({"schedule": "wsd", "decay_steps": 0}, r"a decay of 0 steps"),
-        ({"schedule": "wsd", "decay_steps": 360}, r"a decay of 460 steps"),
+        ({"schedule": "wsd", "decay_steps": 460}, r"a decay of 460 steps"),
         ({"decay_steps": 10}, r"belongs to schedule=wsd"),
     ],
 )

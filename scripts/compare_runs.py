@@ -13,6 +13,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 
+COLOURS = ("#333333", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00") * 4
+
+
 def read(run: Path, metric: str) -> dict[int, float]:
     """`{step: value}` of a run; a resumed run's later log wins."""
     values: dict[int, float] = {}
@@ -30,7 +33,7 @@ def draw(curves: dict[str, dict[int, float]], metric: str) -> Figure:
     figure = Figure(figsize=(10, 3.8), dpi=110, layout="constrained")
     whole, difference = figure.subplots(1, 2)
     base_name, base = next(iter(curves.items()))
-    for (name, curve), colour in zip(curves.items(), ("#333333", "#0072b2", "#d55e00", "#009e73", "#cc79a7") * 4):
+    for (name, curve), colour in zip(curves.items(), COLOURS, strict=False):
         whole.plot(list(curve), list(curve.values()), label=name, color=colour, marker="o", markersize=3)
         common = [step for step in curve if step in base]
         difference.plot(common, [curve[s] - base[s] for s in common], color=colour, marker="o", markersize=3)

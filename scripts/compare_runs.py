@@ -12,7 +12,6 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-
 COLOURS = ("#333333", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00") * 4
 
 

@@ -1,0 +1,92 @@
+"""Which engine runs a depth attention.
+
+| backend    | runs on                     | needs                   |
+|------------|-----------------------------|-------------------------|
+| "eager"    | any device                  | torch                   |
+| "compiled" | CPU, one head               | numba, extra `fast`     |
+| "fla"      | CUDA, one head, key norm    | fla-core, extra `cuda`  |
+| "auto"     | the fastest of these that is installed and fits |     |
+
+Under `torch.compile`, `torch.export` and fake tensors "compiled" is "eager": the formulas are traced, and Inductor
+fuses them for CPU and CUDA alike.
+"""
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from attnres_lit.ops import eager
+
+Backend = Literal["auto", "eager", "compiled", "fla"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
+EXTRAS = {"compiled": ("numba", "fast", "cpu"), "fla": ("fla", "cuda", "cuda")}  # module, extra, device type
+
+log = logging.getLogger(__name__)
+
+
+def check_backend(backend: str) -> None:
+    """Refuse a backend that is unknown or not installed.
+
+    Raises:
+        ValueError: naming the choices, or the extra to install.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown depth-attention backend {backend!r}; choose one of {', '.join(BACKENDS)}")
+    if backend in EXTRAS and not is_installed(backend):
+        module, extra, _ = EXTRAS[backend]
+        raise ValueError(
+            f"depth-attention backend {backend!r} needs {module}: pip install 'attnres_lit[{extra}]', "
+            "or choose auto or eager"
+        )
+
+
+@cache
+def is_installed(backend: str) -> bool:
+    """Whether the package that a backend needs can be found."""
+    return find_spec(EXTRAS[backend][0]) is not None
+
+
+def resolve(backend: str, sources: Sequence[Tensor], heads: int = 1) -> str:
+    """The backend that will run: the one asked for, or "eager" where it does not fit this call.
+
+    Raises:
+        ValueError: as `check_backend`; sources on a device that `backend` never runs on.
+    """
+    check_backend(backend)
+    first = sources[0]
+    if backend == "auto":
+        backend = "fla" if first.is_cuda else "compiled" if first.device.type == "cpu" else "eager"
+        if backend in EXTRAS and not is_installed(backend):
+            notice(f"depth attention runs eager; pip install 'attnres_lit[{EXTRAS[backend][1]}]' for fused kernels")
+            return "eager"
+    elif backend in EXTRAS and first.device.type not in (EXTRAS[backend][2], "meta"):
+        raise ValueError(
+            f"depth-attention backend {backend!r} needs sources on {EXTRAS[backend][2]}, got {first.device.type}; "
+            "choose auto or eager"
+        )
+    if backend == "compiled" and (heads > 1 or _is_traced(first)):
+        return "eager"
+    return backend
+
+
+def engine(backend: str) -> ModuleType:
+    """The module with the formulas of a backend that `resolve` returned, "fla" excepted."""
+    return import_module("attnres_lit.ops.cpu_kernels") if backend == "compiled" else eager
+
+
+@cache
+def notice(message: str) -> None:
+    """Say something once per process."""
+    log.warning(message)
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    """Whether there are no numbers to compute with: a graph is being captured, or the tensor is fake or wrapped."""
+    return torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter)

@@ -1,0 +1,137 @@
+"""The eager engine of depth attention: tensor operations on any device, without a stack or a copy of the sources.
+
+Formulas without autograd; `ops/attend.py` makes them differentiable. S sources, Q queries, H heads, M tokens. "Wide"
+is at least fp32, see `compute_dtype`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """Dtype of logits, softmax and sums: at least fp32, float64 stays float64."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def reciprocal_rms(source: Tensor, eps: float) -> Tensor:
+    """`1 / sqrt(mean(source^2) + eps)`: `(..., D)` to `(...)`, wide."""
+    wide = source.to(compute_dtype(source))
+    return (torch.linalg.vecdot(wide, wide) / source.shape[-1]).add_(eps).rsqrt_()
+
+
+def forward(
+    sources: Sequence[Tensor],
+    rstd: Sequence[Tensor],
+    queries: Tensor,
+    carry: Sequence[Tensor],
+    dtype: torch.dtype | None,
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """Softmax of every query over the sources, on top of what `carry` has summed before.
+
+    Args:
+        sources: S tensors `(..., D)`; may be empty if there is a carry.
+        rstd: their reciprocal RMS `(...)`, wide; empty if the keys are not normalised.
+        queries: `(Q, H, D/H)`, wide.
+        carry: empty, or `(out, top, denom)` of an earlier call without `dtype`, for a single query.
+        dtype: of the normalised result; None leaves `out` as the wide sum of `exp(logit - top) source`.
+
+    Returns:
+        Q outs `(..., D)`; the largest logit `top` and the sum `denom` of `exp(logit - top)`, both `(Q, M, H)`; `dots`
+        `(S, Q, M, H)`, the products of queries and keys before the norm.
+    """
+    shape, wide, heads = (*sources, *carry)[0].shape, queries.dtype, queries.shape[1]
+    rows = [_by_head(source, heads) for source in sources]
+    dots = queries.new_empty(0, len(queries), shape[:-1].numel(), heads)
+    if rows:
+        dots = torch.stack([torch.einsum("mhd,qhd->qmh", row.to(wide), queries) for row in rows])
+    logits = _logits(dots, rstd)
+    if carry:
+        before, old, old_denom = _by_head(carry[0], heads), carry[1].view(1, -1, heads), carry[2].view(1, -1, heads)
+        top = torch.cat((logits, old.unsqueeze(0))).amax(0)
+        share = (old - top).exp()
+    else:
+        top = logits.amax(0)
+    weights = (logits - top).exp()  # (S, Q, M, H)
+    denom = weights.sum(0)
+    if carry:
+        denom = denom + share * old_denom
+    if dtype is not None:
+        weights = weights / denom
+        share = share / denom if carry else None
+    outs = []
+    for q in range(len(queries)):
+        out = before * share[q].unsqueeze(-1) if carry else rows[0] * weights[0, q].unsqueeze(-1)
+        for k in range(0 if carry else 1, len(rows)):
+            out.addcmul_(rows[k].to(wide), weights[k, q].unsqueeze(-1))
+        outs.append(out.view(shape).to(dtype or wide))
+    return outs, top, denom, dots
+
+
+def backward(
+    sources: Sequence[Tensor],
+    rstd: Sequence[Tensor],
+    queries: Tensor,
+    top: Tensor,
+    denom: Tensor | None,
+    dots: Tensor,
+    grads: Sequence[Tensor],
+    delta: Tensor | None,
+    needed: Sequence[bool],
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Gradients of queries and sources.
+
+    Args:
+        sources, rstd, queries, top, dots: as in and from `forward`.
+        denom: from `forward`; None if the result was not normalised.
+        grads: of the Q outs.
+        delta: `(Q, M, H)`, what the gradient of every weight is measured against: `grad . out` of a normalised result,
+            minus the gradient of `denom` otherwise. None computes the former from the sources.
+        needed: whether the gradient of each source is wanted.
+
+    Returns:
+        `(Q, H, D/H)`, and a gradient or None for each source.
+    """
+    wide, heads = queries.dtype, queries.shape[1]
+    rows = [_by_head(source, heads) for source in sources]
+    by_head = [_by_head(grad, heads).to(wide) for grad in grads]  # Q of (M, H, D/H)
+    weights = (_logits(dots, rstd) - top).exp()  # (S, Q, M, H)
+    if denom is not None:
+        weights = weights / denom
+    grad_weights = torch.stack(
+        [torch.stack([torch.linalg.vecdot(grad, row.to(wide)) for grad in by_head]) for row in rows]
+    )
+    if delta is None:
+        delta = (weights * grad_weights).sum(0)
+    grad_logits = weights * (grad_weights - delta)
+    grad_queries, grad_sources = torch.zeros_like(queries), []
+    for k, source in enumerate(sources):
+        row, slope = rows[k].to(wide), grad_logits[k]  # (M, H, D/H), (Q, M, H)
+        if rstd:
+            inverse = rstd[k].reshape(1, -1, 1)
+            # d logit / d source = inverse query - source dot inverse^3 / D
+            own = (slope * dots[k]).sum((0, 2)).unsqueeze(-1) * inverse[0].pow(3) / -source.shape[-1]  # (M, 1)
+            slope = slope * inverse
+        grad_queries += torch.einsum("qmh,mhd->qhd", slope, row)
+        if not needed[k]:
+            grad_sources.append(None)
+            continue
+        total = by_head[0] * weights[k, 0].unsqueeze(-1)
+        for q in range(len(queries)):
+            if q:
+                total.addcmul_(by_head[q], weights[k, q].unsqueeze(-1))
+            total.addcmul_(slope[q].unsqueeze(-1), queries[q])
+        if rstd:
+            total.addcmul_(row, own.unsqueeze(-1))
+        grad_sources.append(total.view(source.shape).to(source.dtype))
+    return grad_queries, grad_sources
+
+
+def _by_head(source: Tensor, heads: int) -> Tensor:
+    """`(..., D)` to `(M, H, D/H)`, a view where the strides allow it."""
+    return source.reshape(-1, heads, source.shape[-1] // heads)
+
+
+def _logits(dots: Tensor, rstd: Sequence[Tensor]) -> Tensor:
+    return dots * torch.stack(tuple(rstd)).view(len(rstd), 1, -1, 1) if rstd else dots

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attnres_lit.ops.eager import full_precision
+
 
 class Attended(NamedTuple):
     """What `attend` returns for Q queries; shapes as in `eager.forward`."""
@@ -41,7 +43,7 @@ class _Attend(torch.autograd.Function):
         ctx: Any, engine: ModuleType, dtype: torch.dtype | None, S: int, R: int, queries: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         sources, rstd, carry = tensors[:S], tensors[S : S + R], tensors[S + R :]
-        with torch.autocast(queries.device.type, enabled=False):
+        with full_precision(queries):
             outs, top, denom, dots = engine.forward(sources, rstd, queries, carry, dtype)
         ctx.engine, ctx.normalised, ctx.sizes = engine, dtype is not None, (S, R)
         # a merge keeps its own result, which the next norm keeps anyway, in place of the wide sum it started from
@@ -60,21 +62,14 @@ class _Attend(torch.autograd.Function):
         *grad_outs, _, grad_denom, _ = grads
         like = (*merged, *sources)[0]
         grad_outs = [torch.zeros_like(like, dtype=queries.dtype) if grad is None else grad for grad in grad_outs]
-        delta, grad_carry = None, ()
-        with torch.autocast(queries.device.type, enabled=False):
-            if merged:
-                out, old = merged
-                wide = [tensor.reshape(-1, *queries.shape[1:]).to(queries.dtype) for tensor in (grad_outs[0], out)]
-                delta = torch.linalg.vecdot(*wide)  # (M, H)
-                share = (old.view_as(delta) - top[0]).exp() / denom[0]
-                grad_carry = ((wide[0] * share.unsqueeze(-1)).view(out.shape), None, (-share * delta).view(old.shape))
-                delta = delta.unsqueeze(0)
-            elif not ctx.normalised:
-                delta = torch.zeros_like(denom) if grad_denom is None else -grad_denom
-            grad_queries, grad_sources = None, []
-            if sources:
-                needed = ctx.needs_input_grad[5 : 5 + S]
-                grad_queries, grad_sources = ctx.engine.backward(
-                    sources, rstd, queries, top, denom if ctx.normalised else None, dots, grad_outs, delta, needed
-                )
+        if ctx.normalised:
+            grad_denom = None  # a traced graph makes it zeros
+        elif grad_denom is None:
+            grad_denom = torch.zeros_like(denom)
+        with full_precision(queries):
+            grad_queries, grad_sources, grad_carry = ctx.engine.backward(
+                sources, rstd, queries, top, denom, dots, grad_outs, grad_denom, merged, ctx.needs_input_grad[5 : 5 + S]
+            )
+        if merged:
+            grad_carry = (grad_carry[0], None, grad_carry[1])
         return None, None, None, None, grad_queries, *grad_sources, *[None] * R, *grad_carry

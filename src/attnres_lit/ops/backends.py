@@ -27,6 +27,7 @@ from attnres_lit.ops import eager
 Backend = Literal["auto", "eager", "compiled", "fla"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 EXTRAS = {"compiled": ("numba", "fast", "cpu"), "fla": ("fla", "cuda", "cuda")}  # module, extra, device type
+INSTALLED = {backend for backend, (module, *_) in EXTRAS.items() if find_spec(module) is not None}
 
 log = logging.getLogger(__name__)
 
@@ -39,18 +40,12 @@ def check_backend(backend: str) -> None:
     """
     if backend not in BACKENDS:
         raise ValueError(f"unknown depth-attention backend {backend!r}; choose one of {', '.join(BACKENDS)}")
-    if backend in EXTRAS and not is_installed(backend):
+    if backend in EXTRAS and backend not in INSTALLED:
         module, extra, _ = EXTRAS[backend]
         raise ValueError(
             f"depth-attention backend {backend!r} needs {module}: pip install 'attnres_lit[{extra}]', "
             "or choose auto or eager"
         )
-
-
-@cache
-def is_installed(backend: str) -> bool:
-    """Whether the package that a backend needs can be found."""
-    return find_spec(EXTRAS[backend][0]) is not None
 
 
 def resolve(backend: str, sources: Sequence[Tensor], heads: int = 1) -> str:
@@ -60,18 +55,19 @@ def resolve(backend: str, sources: Sequence[Tensor], heads: int = 1) -> str:
         ValueError: as `check_backend`; sources on a device that `backend` never runs on.
     """
     check_backend(backend)
-    first = sources[0]
+    device = sources[0].device.type
     if backend == "auto":
-        backend = "fla" if first.is_cuda else "compiled" if first.device.type == "cpu" else "eager"
-        if backend in EXTRAS and not is_installed(backend):
-            notice(f"depth attention runs eager; pip install 'attnres_lit[{EXTRAS[backend][1]}]' for fused kernels")
+        backend = {"cpu": "compiled", "cuda": "fla"}.get(device, "eager")
+        if backend in EXTRAS and backend not in INSTALLED:
+            if not torch.compiler.is_compiling():
+                notice(f"depth attention runs eager; pip install 'attnres_lit[{EXTRAS[backend][1]}]' for fused kernels")
             return "eager"
-    elif backend in EXTRAS and first.device.type not in (EXTRAS[backend][2], "meta"):
+    elif backend in EXTRAS and device not in (EXTRAS[backend][2], "meta"):
         raise ValueError(
-            f"depth-attention backend {backend!r} needs sources on {EXTRAS[backend][2]}, got {first.device.type}; "
+            f"depth-attention backend {backend!r} needs sources on {EXTRAS[backend][2]}, got {device}; "
             "choose auto or eager"
         )
-    if backend == "compiled" and (heads > 1 or _is_traced(first)):
+    if device == "meta" or (backend == "compiled" and (heads > 1 or _is_traced(sources[0]))):
         return "eager"
     return backend
 

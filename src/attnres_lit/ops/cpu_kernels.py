@@ -78,18 +78,20 @@ def _narrow(_: Any, x: Any, marker: Any) -> Any:
 def _square(element: Any, wide: Any, source: Any, out_at: int, M: int, D: int, eps: float) -> None:
     out = carray(_pointer(out_at), (M,), wide.dtype)
     rows = carray(_pointer(source[0]), (M, source[1]), element.dtype)
+    zero, one = wide.dtype.type(0), wide.dtype.type(1)  # a plain 1 would make doubles of floats
     for chunk in prange((M + ROWS - 1) // ROWS):
         for m in range(chunk * ROWS, min(M, chunk * ROWS + ROWS)):
-            row, total = rows[m], wide.dtype.type(0)
+            row, total = rows[m], zero
             for j in range(D):
                 total += _widen(row[j]) * _widen(row[j])
-            out[m] = 1 / np.sqrt(total / D + eps)
+            out[m] = one / np.sqrt(total / wide.dtype.type(D) + wide.dtype.type(eps))
 
 
 def _forward(
     element: Any, wide: Any, out_element: Any, sources: Any, rstd: Any, queries_at: int, outs: Any, carry: Any,
     top_at: int, denom_at: int, dots_at: int, M: int, D: int, normalise: bool,
 ) -> None:  # fmt: skip
+    zero, one = wide.dtype.type(0), wide.dtype.type(1)
     S, Q = len(sources), len(outs)
     queries = carray(_pointer(queries_at), (Q, D), wide.dtype)
     tops = carray(_pointer(top_at), (Q, M), wide.dtype)
@@ -101,7 +103,7 @@ def _forward(
             for k in range(S):
                 row = carray(_pointer(sources[k, 0]), (M, sources[k, 1]), element.dtype)[m]
                 for q in range(Q):
-                    query, dot = queries[q], wide.dtype.type(0)
+                    query, dot = queries[q], zero
                     for j in range(D):
                         dot += _widen(row[j]) * query[j]
                     dots[k, q, m] = dot
@@ -110,10 +112,10 @@ def _forward(
                     weights[k] = dots[k, q, m]
                     if len(rstd):
                         weights[k] *= carray(_pointer(rstd[k]), (M,), wide.dtype)[m]
-                top = weights[0] if S else wide.dtype.type(0)
+                top = weights[0] if S else zero
                 for k in range(1, S):
                     top = max(top, weights[k])
-                denom, share = wide.dtype.type(0), wide.dtype.type(1)
+                denom, share = zero, one
                 if len(carry):
                     old = carray(_pointer(carry[1]), (M,), wide.dtype)[m]
                     top = max(top, old) if S else old
@@ -123,7 +125,7 @@ def _forward(
                     weights[k] = np.exp(weights[k] - top)
                     denom += weights[k]
                 tops[q, m], denoms[q, m] = top, denom
-                scale = 1 / denom if normalise else wide.dtype.type(1)
+                scale = one / denom if normalise else one
                 if len(carry):
                     before = carray(_pointer(carry[0]), (M, D), wide.dtype)[m]
                     for j in range(D):
@@ -142,13 +144,14 @@ def _forward(
 
 def _backward(
     element: Any, wide: Any, grad_element: Any, sources: Any, rstd: Any, queries_at: int, grads: Any, outs: Any,
-    top_at: int, denom_at: int, dots_at: int, delta_at: int, grad_queries_at: int, M: int, D: int,
+    top_at: int, denom_at: int, dots_at: int, grad_denom_at: int, merged: Any, grad_queries_at: int, M: int, D: int,
 ) -> None:  # fmt: skip
+    zero, one = wide.dtype.type(0), wide.dtype.type(1)
     S, Q = len(sources), len(grads)
     queries = carray(_pointer(queries_at), (Q, D), wide.dtype)
     tops = carray(_pointer(top_at), (Q, M), wide.dtype)
     denoms = carray(_pointer(denom_at), (Q, M), wide.dtype)
-    deltas = carray(_pointer(delta_at), (Q, M), wide.dtype)
+    grad_denoms = carray(_pointer(grad_denom_at), (Q, M), wide.dtype)
     dots = carray(_pointer(dots_at), (S, Q, M), wide.dtype)
     chunks = (M + ROWS - 1) // ROWS
     grad_queries = carray(_pointer(grad_queries_at), (chunks, Q, D), wide.dtype)
@@ -159,19 +162,28 @@ def _backward(
         for m in range(chunk * ROWS, min(M, chunk * ROWS + ROWS)):
             for k in range(S):
                 row = carray(_pointer(sources[k, 0]), (M, sources[k, 1]), element.dtype)[m]
-                inverse = carray(_pointer(rstd[k]), (M,), wide.dtype)[m] if len(rstd) else wide.dtype.type(1)
+                inverse = carray(_pointer(rstd[k]), (M,), wide.dtype)[m] if len(rstd) else one
                 for q in range(Q):
-                    grad, dot = carray(_pointer(grads[q]), (M, D), grad_element.dtype)[m], wide.dtype.type(0)
+                    grad, dot = carray(_pointer(grads[q]), (M, D), grad_element.dtype)[m], zero
                     for j in range(D):
                         dot += _widen(row[j]) * _widen(grad[j])
                     weights[q, k] = np.exp(dots[k, q, m] * inverse - tops[q, m])
-                    if denom_at:
+                    if not grad_denom_at:
                         weights[q, k] /= denoms[q, m]
                     grad_logits[q, k] = dot
             for q in range(Q):
-                delta = wide.dtype.type(0)
-                if delta_at:
-                    delta = deltas[q, m]
+                delta = zero  # what the gradient of a weight is measured against
+                if len(merged):
+                    grad = carray(_pointer(grads[0]), (M, D), grad_element.dtype)[m]
+                    out = carray(_pointer(merged[0]), (M, D), element.dtype)[m]
+                    share = np.exp(carray(_pointer(merged[1]), (M,), wide.dtype)[m] - tops[0, m]) / denoms[0, m]
+                    before = carray(_pointer(merged[2]), (M, D), wide.dtype)[m]
+                    for j in range(D):
+                        delta += _widen(grad[j]) * _widen(out[j])
+                        before[j] = share * _widen(grad[j])
+                    carray(_pointer(merged[3]), (M,), wide.dtype)[m] = -share * delta
+                elif grad_denom_at:
+                    delta = -grad_denoms[q, m]
                 else:
                     for k in range(S):
                         delta += weights[q, k] * grad_logits[q, k]
@@ -179,12 +191,12 @@ def _backward(
                     grad_logits[q, k] = weights[q, k] * (grad_logits[q, k] - delta)
             for k in range(S):
                 row = carray(_pointer(sources[k, 0]), (M, sources[k, 1]), element.dtype)[m]
-                inverse, own = wide.dtype.type(1), wide.dtype.type(0)
+                inverse, own = one, zero
                 if len(rstd):  # d logit / d source = inverse query - source dot inverse^3 / D
                     inverse = carray(_pointer(rstd[k]), (M,), wide.dtype)[m]
                     for q in range(Q):
                         own -= grad_logits[q, k] * dots[k, q, m]
-                    own *= inverse * inverse * inverse / D
+                    own *= inverse * inverse * inverse / wide.dtype.type(D)
                 for j in range(D):
                     total[j] = own * _widen(row[j])
                 for q in range(Q):
@@ -251,18 +263,20 @@ def forward(
 
 
 def backward(
-    sources: Sequence[Tensor], rstd: Sequence[Tensor], queries: Tensor, top: Tensor, denom: Tensor | None, dots: Tensor,
-    grads: Sequence[Tensor], delta: Tensor | None, needed: Sequence[bool],
-) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
+    sources: Sequence[Tensor], rstd: Sequence[Tensor], queries: Tensor, top: Tensor, denom: Tensor, dots: Tensor,
+    grads: Sequence[Tensor], grad_denom: Tensor | None, merged: Sequence[Tensor], needed: Sequence[bool],
+) -> tuple[Tensor, list[Tensor | None], Sequence[Tensor]]:  # fmt: skip
     """See `ops/eager.py`."""
-    D, M, Q = queries.shape[1] * queries.shape[2], dots.shape[2], len(queries)
+    D, M, wide = queries.shape[1] * queries.shape[2], dots.shape[2], queries.dtype
     grads = [grad.contiguous() for grad in grads]
     outs = [source.new_empty(source.shape) if need else None for source, need in zip(sources, needed, strict=True)]
+    grad_carry = [torch.empty_like(tensor, dtype=wide) for tensor in merged]
     grad_queries = queries.new_zeros(-(-M // ROWS), *queries.shape)
     rows, _alive = _rows(sources, D)
-    at = [0 if tensor is None else tensor.data_ptr() for tensor in (top, denom, dots, delta, grad_queries)]
     _run(
-        _backward, M, MARKERS[sources[0].dtype], MARKERS[queries.dtype], MARKERS[grads[0].dtype], rows,
-        _addresses(rstd), queries.data_ptr(), _addresses(grads), _addresses(outs), *at, M, D,
+        _backward, M, MARKERS[(*merged, *sources)[0].dtype], MARKERS[wide], MARKERS[grads[0].dtype], rows,
+        _addresses(rstd), queries.data_ptr(), _addresses(grads), _addresses(outs), top.data_ptr(), denom.data_ptr(),
+        dots.data_ptr(), 0 if grad_denom is None else grad_denom.data_ptr(), _addresses([*merged, *grad_carry]),
+        grad_queries.data_ptr(), M, D,
     )  # fmt: skip
-    return grad_queries.sum(0), outs
+    return grad_queries.sum(0), outs, grad_carry

@@ -17,7 +17,7 @@ from torch import Tensor
 from attnres_lit.ops import fla
 from attnres_lit.ops.attend import attend
 from attnres_lit.ops.backends import Backend, engine, resolve
-from attnres_lit.ops.eager import compute_dtype
+from attnres_lit.ops.eager import compute_dtype, full_precision
 
 
 def depth_attention_reference(
@@ -131,7 +131,7 @@ def reciprocal_rms(source: Tensor, eps: float, backend: Backend = "auto") -> Ten
     Returns:
         `(...)`, in at least fp32.
     """
-    with torch.no_grad(), torch.autocast(source.device.type, enabled=False):
+    with torch.no_grad(), full_precision(source):
         return engine(resolve(backend, [source])).reciprocal_rms(source, eps)
 
 

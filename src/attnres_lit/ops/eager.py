@@ -5,6 +5,7 @@ is at least fp32, see `compute_dtype`.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -13,6 +14,14 @@ from torch import Tensor
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """Dtype of logits, softmax and sums: at least fp32, float64 stays float64."""
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def full_precision(tensor: Tensor) -> AbstractContextManager[object]:
+    """A context without autocast; free where there is none, which counts when a single token is decoded."""
+    device = tensor.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def reciprocal_rms(source: Tensor, eps: float) -> Tensor:
@@ -74,37 +83,44 @@ def backward(
     rstd: Sequence[Tensor],
     queries: Tensor,
     top: Tensor,
-    denom: Tensor | None,
+    denom: Tensor,
     dots: Tensor,
     grads: Sequence[Tensor],
-    delta: Tensor | None,
+    grad_denom: Tensor | None,
+    merged: Sequence[Tensor],
     needed: Sequence[bool],
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Gradients of queries and sources.
+) -> tuple[Tensor, list[Tensor | None], Sequence[Tensor]]:
+    """Gradients of queries, sources and carry.
 
     Args:
-        sources, rstd, queries, top, dots: as in and from `forward`.
-        denom: from `forward`; None if the result was not normalised.
+        sources, rstd, queries, top, denom, dots: as in and from `forward`.
         grads: of the Q outs.
-        delta: `(Q, M, H)`, what the gradient of every weight is measured against: `grad . out` of a normalised result,
-            minus the gradient of `denom` otherwise. None computes the former from the sources.
+        grad_denom: `(Q, M, H)`, of `denom`; None if the result was normalised.
+        merged: empty, or, if there was a carry, the result and the `top` of the carry.
         needed: whether the gradient of each source is wanted.
 
     Returns:
-        `(Q, H, D/H)`, and a gradient or None for each source.
+        `(Q, H, D/H)`; a gradient or None for each source; empty, or the gradients of `out` and `denom` of the carry.
     """
     wide, heads = queries.dtype, queries.shape[1]
     rows = [_by_head(source, heads) for source in sources]
     by_head = [_by_head(grad, heads).to(wide) for grad in grads]  # Q of (M, H, D/H)
     weights = (_logits(dots, rstd) - top).exp()  # (S, Q, M, H)
-    if denom is not None:
+    if grad_denom is None:
         weights = weights / denom
-    grad_weights = torch.stack(
-        [torch.stack([torch.linalg.vecdot(grad, row.to(wide)) for grad in by_head]) for row in rows]
-    )
-    if delta is None:
-        delta = (weights * grad_weights).sum(0)
-    grad_logits = weights * (grad_weights - delta)
+    grad_weights = dots  # empty
+    if rows:
+        products = [torch.linalg.vecdot(grad, row.to(wide)) for row in rows for grad in by_head]
+        grad_weights = torch.stack(products).view_as(dots)
+    grad_carry = ()
+    if merged:
+        out, old = merged
+        share = (old.view_as(top) - top).exp() / denom
+        delta = torch.linalg.vecdot(by_head[0], _by_head(out, heads).to(wide)).unsqueeze(0)  # (1, M, H)
+        grad_carry = ((by_head[0] * share[0].unsqueeze(-1)).view(out.shape), (-share * delta).view(old.shape))
+    else:
+        delta = (weights * grad_weights).sum(0) if grad_denom is None else -grad_denom
+    grad_logits = weights * (grad_weights - delta)  # delta: what the gradient of a weight is measured against
     grad_queries, grad_sources = torch.zeros_like(queries), []
     for k, source in enumerate(sources):
         row, slope = rows[k].to(wide), grad_logits[k]  # (M, H, D/H), (Q, M, H)
@@ -125,7 +141,7 @@ def backward(
         if rstd:
             total.addcmul_(row, own.unsqueeze(-1))
         grad_sources.append(total.view(source.shape).to(source.dtype))
-    return grad_queries, grad_sources
+    return grad_queries, grad_sources, grad_carry
 
 
 def _by_head(source: Tensor, heads: int) -> Tensor:

@@ -31,6 +31,7 @@ from attnres_lit.ops import (
 from attnres_lit.residual.base import Note, Residual, Sources
 
 TwoPhase = Literal["auto"] | bool
+TWO_PHASE_FROM = 2**18  # elements of a source: from here on, bytes cost more than calls (docs/benchmarks.md)
 
 
 class Run(NamedTuple):
@@ -151,4 +152,5 @@ class AttnRes(Residual):
     def _in_two_phases(self, values: Sequence[Tensor]) -> bool:
         if self.two_phase != "auto":
             return bool(self.two_phase)
-        return not self.recomputed and resolve(self.depth_backend, values, self.num_heads) == "compiled"
+        large = values[0].numel() >= TWO_PHASE_FROM and not self.recomputed
+        return large and resolve(self.depth_backend, values) != "fla"

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import yaml
-from interleaved import MIB, memory, paired_ratio, report, times
 from torch import Tensor, nn
 
 from attnres_lit.model import Transformer, TransformerConfig
+from interleaved import MIB, memory, paired_ratio, report, times
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "residual"
 OF_MODEL = ("checkpoint_activations", "depth_backend", "fp32_residual")
@@ -128,11 +128,12 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     config = TransformerConfig(args.vocab, args.dim, args.layers, args.heads, max_seq_len=args.tokens)
-    cases = {spec: Case(ours(spec, config), "prenorm") for spec in dict.fromkeys(["prenorm", *args.cases])}
+    models = {spec: ours(spec, config) for spec in dict.fromkeys(["prenorm", *args.cases])}
     if args.compile:
-        for case in cases.values():
-            for sublayer in case.model.sublayers.values():
+        for model in models.values():
+            for sublayer in model.sublayers.values():
                 sublayer.compile()
+    cases = {spec: Case(model, "prenorm") for spec, model in models.items()}
     if args.peers:
         from peers import peers
 

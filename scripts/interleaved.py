@@ -65,6 +65,7 @@ def memory(forward: Callable[[], Tensor]) -> tuple[int, int]:
         with record_function("backward begins"):
             pass
         loss.backward()
+    assert profiler.profiler is not None
     now = held = peak = 0
     for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "backward begins":

@@ -48,7 +48,7 @@ def check_backend(backend: str) -> None:
         )
 
 
-def resolve(backend: str, sources: Sequence[Tensor], heads: int = 1) -> str:
+def resolve(backend: Backend, sources: Sequence[Tensor], heads: int = 1) -> Backend:
     """The backend that will run: the one asked for, or "eager" where it does not fit this call.
 
     Raises:
@@ -57,7 +57,7 @@ def resolve(backend: str, sources: Sequence[Tensor], heads: int = 1) -> str:
     check_backend(backend)
     device = sources[0].device.type
     if backend == "auto":
-        backend = {"cpu": "compiled", "cuda": "fla"}.get(device, "eager")
+        backend = "fla" if device == "cuda" else "compiled" if device == "cpu" else "eager"
         if backend in EXTRAS and backend not in INSTALLED:
             if not torch.compiler.is_compiling():
                 notice(f"depth attention runs eager; pip install 'attnres_lit[{EXTRAS[backend][1]}]' for fused kernels")

@@ -245,7 +245,11 @@ def reciprocal_rms(source: Tensor, eps: float) -> Tensor:
 
 
 def forward(
-    sources: Sequence[Tensor], rstd: Sequence[Tensor], queries: Tensor, carry: Sequence[Tensor], dtype: torch.dtype | None
+    sources: Sequence[Tensor],
+    rstd: Sequence[Tensor],
+    queries: Tensor,
+    carry: Sequence[Tensor],
+    dtype: torch.dtype | None,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     """See `ops/eager.py`."""
     like, D = (*sources, *carry)[0], queries.shape[1] * queries.shape[2]

@@ -55,25 +55,20 @@ def forward(
     dots = queries.new_empty(0, len(queries), shape[:-1].numel(), heads)
     if rows:
         dots = torch.stack([torch.einsum("mhd,qhd->qmh", row.to(wide), queries) for row in rows])
-    logits = _logits(dots, rstd)
-    if carry:
-        before, old, old_denom = _by_head(carry[0], heads), carry[1].view(1, -1, heads), carry[2].view(1, -1, heads)
-        top = torch.cat((logits, old.unsqueeze(0))).amax(0)
-        share = (old - top).exp()
-    else:
-        top = logits.amax(0)
-    weights = (logits - top).exp()  # (S, Q, M, H)
-    denom = weights.sum(0)
-    if carry:
-        denom = denom + share * old_denom
+    logits, times = _logits(dots, rstd), None
+    if carry:  # one more row, which counts `times`
+        old, times = (scalars.view(1, 1, -1, heads) for scalars in carry[1:])
+        rows, logits = [_by_head(carry[0], heads), *rows], torch.cat((old, logits))
+    top = logits.amax(0)
+    weights = (logits - top).exp()  # (S or S + 1, Q, M, H)
+    denom = weights.sum(0) if times is None else weights[1:].sum(0) + weights[0] * times[0]
     if dtype is not None:
         weights = weights / denom
-        share = share / denom if carry else None
     outs = []
     for q in range(len(queries)):
-        out = before * share[q].unsqueeze(-1) if carry else rows[0] * weights[0, q].unsqueeze(-1)
-        for k in range(0 if carry else 1, len(rows)):
-            out.addcmul_(rows[k].to(wide), weights[k, q].unsqueeze(-1))
+        out = rows[0] * weights[0, q].unsqueeze(-1)
+        for row, weight in zip(rows[1:], weights[1:, q], strict=True):
+            out.addcmul_(row.to(wide), weight.unsqueeze(-1))
         outs.append(out.view(shape).to(dtype or wide))
     return outs, top, denom, dots
 
@@ -123,10 +118,9 @@ def backward(
     grad_logits = weights * (grad_weights - delta)  # delta: what the gradient of a weight is measured against
     grad_queries, grad_sources = torch.zeros_like(queries), []
     for k, source in enumerate(sources):
-        row, slope = rows[k].to(wide), grad_logits[k]  # (M, H, D/H), (Q, M, H)
-        if rstd:
+        row, slope, own = rows[k].to(wide), grad_logits[k], None  # (M, H, D/H), (Q, M, H)
+        if rstd:  # d logit / d source = inverse query - source dot inverse^3 / D
             inverse = rstd[k].reshape(1, -1, 1)
-            # d logit / d source = inverse query - source dot inverse^3 / D
             own = (slope * dots[k]).sum((0, 2)).unsqueeze(-1) * inverse[0].pow(3) / -source.shape[-1]  # (M, 1)
             slope = slope * inverse
         grad_queries += torch.einsum("qmh,mhd->qhd", slope, row)
@@ -138,7 +132,7 @@ def backward(
             if q:
                 total.addcmul_(by_head[q], weights[k, q].unsqueeze(-1))
             total.addcmul_(slope[q].unsqueeze(-1), queries[q])
-        if rstd:
+        if own is not None:
             total.addcmul_(row, own.unsqueeze(-1))
         grad_sources.append(total.view(source.shape).to(source.dtype))
     return grad_queries, grad_sources, grad_carry

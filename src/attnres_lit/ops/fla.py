@@ -36,7 +36,7 @@ def depth_attention(
     assert eps is not None
     wide = query.to(torch.float32)
     gain = torch.ones_like(wide) if key_gain is None else key_gain.to(torch.float32)
-    out, rstd, logit, lse = torch.ops.attnres_lit.fla_forward(list(sources), wide, gain, eps)
+    out, _rstd, logit, lse = torch.ops.attnres_lit.fla_forward(list(sources), wide, gain, eps)
     return (out, (logit - lse).exp()) if return_weights else out
 
 

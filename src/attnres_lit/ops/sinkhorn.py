@@ -38,7 +38,7 @@ class _Sinkhorn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        """Halves of iterations backwards: each divides Y by its sums s, so `d log Y_before = G - Y sum(G)`, G = Y dY."""
+        """Half an iteration divides Y by its sums: with G = Y dY, the gradient before it is `G - Y sum(G)`."""
         (logits,) = ctx.saved_tensors
         matrix, columns, sums = _iterate(logits, ctx.num_iters)
         grad = _tokens_last(grad) * matrix
@@ -51,7 +51,7 @@ class _Sinkhorn(torch.autograd.Function):
 
 
 def _iterate(logits: Tensor, num_iters: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The result `(n, n, M)`, the matrix after the first half iteration, and the sums that the later halves divide by."""
+    """The result `(n, n, M)`, the matrix after half an iteration, the sums that later halves divide by."""
     log = _tokens_last(logits.to(compute_dtype(logits)))
     log = log - log.logsumexp(0, keepdim=True)
     columns = log.exp()

@@ -92,7 +92,7 @@ class AttnRes(Residual):
         values, run = self.values(sources), self._runs.get(site)
         if site == 0:
             return values[0], ()
-        stats, rstd = self._split(sources)
+        stats, rstd = self._split(sources, run, site)
         if run and run.first == site and self._in_two_phases(values):
             stats = self._phase_one(run, values, rstd)
         if not (run and stats):
@@ -103,7 +103,7 @@ class AttnRes(Residual):
 
     def exit(self, sources: Sources) -> Tensor:
         """Depth attention over every source, with the exit's own query."""
-        _, rstd = self._split(sources)
+        _, rstd = self._split(sources, None, self.num_sites)
         return depth_attention(self.values(sources), *self._query(self.num_sites), rstd=rstd, **self._options)
 
     def weights(self, sources: Sources, site: int) -> Tensor | None:
@@ -138,11 +138,12 @@ class AttnRes(Residual):
     def _options(self) -> dict[str, Any]:
         return {"eps": self.eps, "backend": self.depth_backend}
 
-    def _split(self, sources: Sources) -> tuple[Note, Note]:
-        """`ahead` as statistics of this and the coming sites, and the reciprocal RMS of every finished source."""
-        rank = sources.done[0].dim()
-        stats = 3 * sum(tensor.dim() == rank for tensor in sources.ahead)  # one of the three, `out`, is like a source
-        return sources.ahead[:stats], complete_rstd(sources.done, sources.ahead[stats:], self.eps, self.depth_backend)
+    def _split(self, sources: Sources, run: Run | None, site: int) -> tuple[Note, Note]:
+        """`ahead` as the statistics of this and the coming sites of a run, and the reciprocal RMS of all of `done`."""
+        ahead = sources.ahead
+        # statistics begin with an `out`, which has the axes of a source
+        stats = 3 * (run.stop - site) if run and ahead and ahead[0].dim() == sources.done[0].dim() else 0
+        return ahead[:stats], complete_rstd(sources.done, ahead[stats:], self.eps, self.depth_backend)
 
     def _phase_one(self, run: Run, values: Sequence[Tensor], rstd: Sequence[Tensor]) -> Note:
         """Statistics of all sites of a run, three tensors each."""

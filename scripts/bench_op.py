@@ -13,13 +13,14 @@ held between forward and backward beside the sources.
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from attnres_lit.ops import BACKENDS, depth_attention, depth_attention_reference
+from attnres_lit.ops import Backend, depth_attention, depth_attention_reference
 from attnres_lit.ops.backends import EXTRAS, INSTALLED
 from interleaved import MIB, memory, paired_ratio, report, times
 
@@ -34,15 +35,20 @@ def stack_einsum(sources: list[Tensor], query: Tensor, gain: Tensor) -> Tensor:
     return torch.einsum("sbt,sbtd->btd", weights, values.float()).to(values.dtype)
 
 
+def read(backend: Backend, sources: list[Tensor], query: Tensor, gain: Tensor) -> Tensor:
+    """Ours."""
+    return depth_attention(sources, query, gain, backend=backend)
+
+
 def operators(args: argparse.Namespace) -> dict[str, Operator]:
     """What to measure, the baseline first."""
     found: dict[str, Operator] = {"stack + einsum": stack_einsum}
-    for backend in BACKENDS:
-        if backend == "eager" or (backend in INSTALLED and EXTRAS[backend][2] == args.device):
-            found[backend] = lambda s, q, g, backend=backend: depth_attention(s, q, g, backend=backend)
+    runnable: list[Backend] = ["eager", *(backend for backend in INSTALLED if EXTRAS[backend][2] == args.device)]
+    for backend in runnable:
+        found[backend] = partial(read, backend)
     if args.inductor:
         found["torch.compile(stack + einsum)"] = torch.compile(stack_einsum)
-        found["torch.compile(eager)"] = torch.compile(lambda s, q, g: depth_attention(s, q, g, backend="eager"))
+        found["torch.compile(eager)"] = torch.compile(partial(read, "eager"))
     if args.peers:
         from attn_res import AttnResOperator
         from fla.ops.attnres import naive_attnres
@@ -62,6 +68,7 @@ def error(operator: Operator, inputs: tuple[list[Tensor], Tensor, Tensor], probe
     results = []
     for function, (*s, q, g) in ((operator, (*sources, query, gain)), (depth_attention_reference, exact)):
         out = function(s, q, g)
+        assert isinstance(out, Tensor)
         results.append([out, *torch.autograd.grad(out, [*s, q, g], probe.to(out.dtype))])
     return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(*results, strict=True))
 

@@ -14,6 +14,7 @@ from x_transformers import Decoder, TransformerWrapper
 
 from attnres_lit.model import Transformer, TransformerConfig
 from attnres_lit.residual import BlockAttnRes, FullAttnRes, PreNorm, Sources
+from attnres_lit.residual.attnres import AttnRes
 from attnres_lit.residual.base import Note
 
 
@@ -23,7 +24,7 @@ def peers(config: TransformerConfig) -> Iterator[tuple[str, nn.Module, str]]:
     for name, mode in {plain: "NONE", "attn-res block": "BLOCK", "attn-res full": "FULL"}.items():
         yield name, attn_res(config, AttnResMode[mode]), plain
     plain = "x-transformers plain"
-    variants = {
+    variants: dict[str, dict[str, object]] = {
         plain: {},
         "x-transformers attn_aggregated_residuals": {"attn_aggregated_residuals": True},
         "x-transformers integrate_layers": {"integrate_layers": True},
@@ -94,7 +95,7 @@ class HyperConnected(nn.Module):
         return self.head(self.norm(self.reduce(streams)))
 
 
-class Naive:
+class Naive(AttnRes):
     """Reads by the reference of fla-core: stack, then einsum."""
 
     def read(self, sources: Sources, site: int) -> tuple[Tensor, Note]:

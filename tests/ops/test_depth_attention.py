@@ -116,3 +116,13 @@ def test_unknown_backend():
     sources, query, _ = make()
     with pytest.raises(ValueError, match="unknown depth-attention backend 'cuda'; choose one of auto, eager"):
         depth_attention(sources, query, backend="cuda")
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_decoding_a_few_tokens_is_the_plain_formula(heads):
+    sources, query, key_gain = make(heads=heads)
+    expected = depth_attention(sources, query, key_gain, return_weights=True)
+    with torch.inference_mode():
+        out = depth_attention(sources, query, key_gain, return_weights=True)
+        assert all(map(torch.equal, out, depth_attention_reference(sources, query, key_gain, return_weights=True)))
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)

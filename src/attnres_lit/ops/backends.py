@@ -26,8 +26,9 @@ from attnres_lit.ops import eager
 
 Backend = Literal["auto", "eager", "compiled", "fla"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
-EXTRAS = {"compiled": ("numba", "fast", "cpu"), "fla": ("fla", "cuda", "cuda")}  # module, extra, device type
-INSTALLED = {backend for backend, (module, *_) in EXTRAS.items() if find_spec(module) is not None}
+# module, extra and device type of a backend that is optional
+EXTRAS: dict[Backend, tuple[str, str, str]] = {"compiled": ("numba", "fast", "cpu"), "fla": ("fla", "cuda", "cuda")}
+INSTALLED: set[Backend] = {backend for backend, (module, *_) in EXTRAS.items() if find_spec(module) is not None}
 
 log = logging.getLogger(__name__)
 

@@ -19,6 +19,8 @@ from attnres_lit.ops.attend import attend
 from attnres_lit.ops.backends import Backend, engine, resolve
 from attnres_lit.ops.eager import compute_dtype, full_precision
 
+FEW = 2**15  # elements of all sources together
+
 
 def depth_attention_reference(
     sources: Sequence[Tensor],
@@ -103,6 +105,8 @@ def depth_attention(
         ValueError: no sources; sources that differ in shape, dtype or device; a query or gain of another width; a
             backend that is unknown, not installed, or for another device.
     """
+    if backend == "auto" and _few(sources):
+        return depth_attention_reference(sources, query, key_gain, eps=eps, return_weights=return_weights)
     check_sources(sources, query, key_gain)
     backend = resolve(backend, sources, query.shape[0] if query.dim() == 2 else 1)
     if len(sources) == 1 and not return_weights:  # the softmax of one logit is 1, whatever the query
@@ -138,10 +142,17 @@ def reciprocal_rms(source: Tensor, eps: float, backend: Backend = "auto") -> Ten
 def complete_rstd(
     sources: Sequence[Tensor], rstd: Sequence[Tensor], eps: float | None, backend: Backend
 ) -> tuple[Tensor, ...]:
-    """The reciprocal RMS of all sources, given that of the first few; nothing where keys are not normalised."""
-    if eps is None:
+    """The reciprocal RMS of all sources, given that of the first ones; nothing where it will not be used."""
+    if eps is None or (backend == "auto" and _few(sources)):
         return ()
     return *rstd, *(reciprocal_rms(source, eps, backend) for source in sources[len(rstd) :])
+
+
+def _few(sources: Sequence[Tensor]) -> bool:
+    """Whether this is decoding a few tokens, where calls cost more than copies and the plain formula is fastest."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled() or not sources:
+        return False
+    return sources[0].numel() * len(sources) <= FEW
 
 
 def fold(queries: Sequence[Tensor], key_gains: Sequence[Tensor | None]) -> Tensor:

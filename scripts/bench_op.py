@@ -53,6 +53,12 @@ def operators(args: argparse.Namespace) -> dict[str, Operator]:
         from attn_res import AttnResOperator
         from fla.ops.attnres import naive_attnres
 
+        if args.device == "cuda":
+            from flash_attn_res.ops.phase_1 import phase_1_batched_attention_triton_op
+
+            found["flash-attn-res phase 1"] = lambda s, q, g: phase_1_batched_attention_triton_op(
+                torch.stack(s), (q * g).unsqueeze(0), 1e-6
+            )[0][0]
         found["fla naive_attnres"] = lambda s, q, g: naive_attnres(q, s, g)
         module = AttnResOperator(args.shape[-1]).to(args.device)
         found["attn-res AttnResOperator"] = lambda s, q, g: functional_call(

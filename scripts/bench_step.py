@@ -4,7 +4,7 @@
     python scripts/bench_step.py --cases block block:two_phase=false full --dim 512 --tokens 512
     python scripts/bench_step.py --decode --dim 512                 # one token, batch 1, without gradients
     python scripts/bench_step.py --peers                            # beside what pip can install: scripts/peers.txt
-    python scripts/bench_step.py --device cuda --layers 24 --dim 1024 --tokens 2048 --dtype bf16 --compile
+    python scripts/bench_step.py --device cuda --layers 24 --dim 1024 --tokens 2048 --dtype bf16 --compile model
 
 A case is a file of configs/residual and options of it or of the Transformer: `block:num_blocks=4,depth_backend=eager`.
 Ratios are medians over rounds of the ratio within a round. Saved: bytes of tensors held between forward and backward.
@@ -119,7 +119,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of torch; default: its own choice")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16: autocast")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--compile", action="store_true", help="compile the sublayers, peers excepted")
+    parser.add_argument(
+        "--compile", choices=["sublayers", "model"], help="all but peers; model: depth attention by Inductor too"
+    )
     parser.add_argument("--decode", action="store_true", help="one token, batch 1, without gradients")
     parser.add_argument("--peers", action="store_true", help="also what pip can install, see scripts/peers.txt")
     parser.add_argument("--json", type=Path, help="write the rows here")
@@ -129,10 +131,9 @@ def main() -> None:
     torch.manual_seed(0)
     config = TransformerConfig(args.vocab, args.dim, args.layers, args.heads, max_seq_len=args.tokens)
     models = {spec: ours(spec, config) for spec in dict.fromkeys(["prenorm", *args.cases])}
-    if args.compile:
-        for model in models.values():
-            for sublayer in model.sublayers.values():
-                sublayer.compile()
+    for model in models.values():
+        for part in {"sublayers": model.sublayers.values(), "model": [model]}.get(args.compile, []):
+            part.compile()
     cases = {spec: Case(model, "prenorm") for spec, model in models.items()}
     if args.peers:
         from peers import peers

@@ -2,6 +2,7 @@
 
 from attnres_lit.ops.backends import BACKENDS, Backend, check_backend, resolve
 from attnres_lit.ops.depth_attention import (
+    are_few,
     complete_rstd,
     depth_attention,
     depth_attention_reference,
@@ -21,6 +22,7 @@ __all__ = [
     "BACKENDS",
     "Backend",
     "DepthStats",
+    "are_few",
     "check_backend",
     "complete_rstd",
     "depth_attention",

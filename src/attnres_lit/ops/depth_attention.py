@@ -14,7 +14,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from attnres_lit.ops import fla
+from attnres_lit.ops import eager, fla
 from attnres_lit.ops.attend import attend
 from attnres_lit.ops.backends import Backend, engine, resolve
 from attnres_lit.ops.eager import compute_dtype, full_precision
@@ -105,9 +105,9 @@ def depth_attention(
         ValueError: no sources; sources that differ in shape, dtype or device; a query or gain of another width; a
             backend that is unknown, not installed, or for another device.
     """
-    if backend == "auto" and _few(sources):
-        return depth_attention_reference(sources, query, key_gain, eps=eps, return_weights=return_weights)
     check_sources(sources, query, key_gain)
+    if backend == "auto" and query.dim() == 1 and not return_weights and are_few(sources):
+        return _stacked(sources, query if key_gain is None else query * key_gain, eps)
     backend = resolve(backend, sources, query.shape[0] if query.dim() == 2 else 1)
     if len(sources) == 1 and not return_weights:  # the softmax of one logit is 1, whatever the query
         return sources[0]
@@ -142,14 +142,24 @@ def reciprocal_rms(source: Tensor, eps: float, backend: Backend = "auto") -> Ten
 def complete_rstd(
     sources: Sequence[Tensor], rstd: Sequence[Tensor], eps: float | None, backend: Backend
 ) -> tuple[Tensor, ...]:
-    """The reciprocal RMS of all sources, given that of the first ones; nothing where it will not be used."""
-    if eps is None or (backend == "auto" and _few(sources)):
+    """The reciprocal RMS of all sources, given that of the first ones; nothing where keys are not normalised."""
+    if eps is None:
         return ()
     return *rstd, *(reciprocal_rms(source, eps, backend) for source in sources[len(rstd) :])
 
 
-def _few(sources: Sequence[Tensor]) -> bool:
-    """Whether this is decoding a few tokens, where calls cost more than copies and the plain formula is fastest."""
+def _stacked(sources: Sequence[Tensor], query: Tensor, eps: float | None) -> Tensor:
+    """The formula in the fewest calls, on a copy of the sources."""
+    values = torch.stack(tuple(sources)).to(compute_dtype(sources[0]))  # (S, ..., D)
+    with full_precision(values):
+        logits = values @ query.to(values.dtype)
+    if eps is not None:
+        logits = logits * eager.reciprocal_rms(values, eps)
+    return (logits.softmax(0).unsqueeze(-1) * values).sum(0).to(sources[0].dtype)
+
+
+def are_few(sources: Sequence[Tensor]) -> bool:
+    """Whether this is decoding a few tokens, where calls cost more than copies."""
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled() or not sources:
         return False
     return sources[0].numel() * len(sources) <= FEW

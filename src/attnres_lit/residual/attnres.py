@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from attnres_lit.ops import (
     DepthStats,
+    are_few,
     complete_rstd,
     depth_attention,
     inter_block_reads,
@@ -143,7 +144,10 @@ class AttnRes(Residual):
         ahead = sources.ahead
         # statistics begin with an `out`, which has the axes of a source
         stats = 3 * (run.stop - site) if run and ahead and ahead[0].dim() == sources.done[0].dim() else 0
-        return ahead[:stats], complete_rstd(sources.done, ahead[stats:], self.eps, self.depth_backend)
+        rstd = ahead[stats:]
+        if not are_few(sources.done):  # a read of few sources has no use for it
+            rstd = complete_rstd(sources.done, rstd, self.eps, self.depth_backend)
+        return ahead[:stats], rstd
 
     def _phase_one(self, run: Run, values: Sequence[Tensor], rstd: Sequence[Tensor]) -> Note:
         """Statistics of all sites of a run, three tensors each."""

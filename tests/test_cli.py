@@ -92,6 +92,7 @@ def test_nothing_needless_is_said(workdir):
     done = subprocess.run([sys.executable, "-m", "attnres_lit", *args], capture_output=True, text=True, check=True)
     lines = (done.stdout + done.stderr).replace("\r", "\n").splitlines()
     expected = (
+        "depth attention runs eager",  # without the extra `fast`, once
         "GPU available",
         "TPU available",
         "`Trainer.fit` stopped",

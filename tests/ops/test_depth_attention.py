@@ -116,3 +116,12 @@ def test_unknown_backend():
     sources, query, _ = make()
     with pytest.raises(ValueError, match="unknown depth-attention backend 'cuda'; choose one of auto, eager"):
         depth_attention(sources, query, backend="cuda")
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("eps", [1e-6, None])
+def test_decoding_a_few_tokens(heads, eps):
+    sources, query, key_gain = make(heads=heads)
+    expected = depth_attention(sources, query, key_gain, eps=eps)
+    with torch.inference_mode():
+        torch.testing.assert_close(depth_attention(sources, query, key_gain, eps=eps), expected, rtol=0, atol=1e-12)

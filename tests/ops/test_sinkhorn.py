@@ -41,3 +41,25 @@ def test_large_logits_and_low_precision():
     out.sum().backward()
     assert huge.grad.isfinite().all()
     assert sinkhorn(torch.zeros(4, 4, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+def test_saves_the_logits_only():
+    logits, saved = torch.randn(8, 4, 4, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        sinkhorn(logits)
+    assert [t.data_ptr() for t in saved] == [logits.data_ptr()]
+
+
+def test_gradcheck_where_columns_have_not_converged():
+    logits = torch.randn(3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3
+    assert torch.autograd.gradcheck(sinkhorn, (logits.requires_grad_(), 3))
+    assert torch.autograd.gradcheck(sinkhorn, (logits, 1))
+
+
+def test_no_row_or_column_is_ever_divided_by_nothing():
+    """All mass in one column, and a cycle that needs the last bits: the plain iteration divides zero by zero."""
+    one_column = torch.tensor([[1000.0, 0.0, 0.0], [1000.0, 0.0, 0.0], [1000.0, 0.0, 0.0]], requires_grad=True)
+    out = sinkhorn(one_column)
+    torch.testing.assert_close(out, torch.full((3, 3), 1 / 3))
+    out.square().sum().backward()
+    assert one_column.grad.isfinite().all()

@@ -11,7 +11,15 @@ from attnres_lit.training import LanguageModel, OptimConfig
 from attnres_lit.training.hparams import describe
 from training.tiny import Tokens, tiny_config, tiny_module, tiny_trainer
 
-BLOCK = {"num_blocks": 2, "block_size": None, "boundaries": None, "key_norm": True, "num_heads": 1, "eps": 1e-6}
+BLOCK = {
+    "num_blocks": 2,
+    "block_size": None,
+    "boundaries": None,
+    "key_norm": True,
+    "num_heads": 1,
+    "two_phase": "auto",
+    "eps": 1e-6,
+}
 
 
 class Scaled(PreNorm):

@@ -1,17 +1,23 @@
 """The network: tokens -> embed -> open -> [ read -> sublayer -> write ] x sites -> exit -> norm -> head."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from attnres_lit.model.attention import Attention, Rotary
 from attnres_lit.model.config import TransformerConfig
 from attnres_lit.model.init import initialize
 from attnres_lit.model.mlp import MLP
 from attnres_lit.model.norm import RMSNorm
+from attnres_lit.model.recompute import Forget
 from attnres_lit.model.sublayer import Sublayer
-from attnres_lit.residual.base import Residual
+from attnres_lit.ops import Backend, check_backend
+from attnres_lit.residual.base import Residual, Sources
 
 ResidualFactory = Callable[[int, int], Residual]
 
@@ -23,12 +29,29 @@ class Transformer(nn.Module):
         config: sizes.
         residual: called with `(num_sites, dim)`; a strategy class, or a `functools.partial` of one with its options.
         fp32_residual: keep sources and partial in fp32 under autocast, instead of the dtype the sublayers compute in.
+        checkpoint_activations: what backward computes again instead of keeping it: "read" the input of every sublayer,
+            true everything inside a layer but the Sources it starts from.
+        depth_backend: what runs depth attention, see `ops/backends.py`.
+
+    Raises:
+        ValueError: an unknown `checkpoint_activations`; a `depth_backend` that is unknown or not installed.
     """
 
-    def __init__(self, config: TransformerConfig, residual: ResidualFactory, fp32_residual: bool = False) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        residual: ResidualFactory,
+        fp32_residual: bool = False,
+        checkpoint_activations: Literal["read"] | bool = False,
+        depth_backend: Backend = "auto",
+    ) -> None:
         super().__init__()
+        if checkpoint_activations not in ("read", True, False):
+            raise ValueError(f"checkpoint_activations={checkpoint_activations!r} must be read, true or false")
+        check_backend(depth_backend)
         self.config = config
         self.fp32_residual = fp32_residual
+        self.checkpoint_activations = checkpoint_activations
 
         def norm() -> RMSNorm:
             return RMSNorm(config.dim, eps=config.norm_eps)
@@ -44,6 +67,8 @@ class Transformer(nn.Module):
         self.norm = norm()
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.residual = residual(config.num_sites, config.dim)
+        self.residual.depth_backend = depth_backend
+        self.residual.recomputed = bool(checkpoint_activations)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         initialize(self, config.num_sites)
@@ -51,11 +76,29 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens `(B, T)` int64 to logits `(B, T, V)`."""
         sources = self.residual.open(self.embed(tokens))
-        for key, sublayer in self.sublayers.items():
-            site = int(key)
-            h, note = self.residual.read(sources, site)
-            sources = self.residual.write(sources, sublayer(h), site, note)
+        for _, layer in groupby(map(int, self.sublayers), lambda site: site // 2):
+            sources = self.run(sources, *layer)
         return self.head(self.norm(self.residual.exit(sources)))
+
+    def run(self, sources: Sources, *sites: int) -> Sources:
+        """Read, sublayer, write at each of the sites, normally those of one layer; the unit of checkpointing."""
+        if self.checkpoint_activations is True and torch.is_grad_enabled():
+            sources = Sources(sources.done, sources.partial)  # what is ahead is cheaper to compute again than to keep
+            return checkpoint(self._run, sources, *sites, use_reentrant=False, preserve_rng_state=False)
+        return self._run(sources, *sites)
+
+    def _run(self, sources: Sources, *sites: int) -> Sources:
+        for site in sites:
+            h, note = self.residual.read(sources, site)
+            with self._forget(h, sources, site):
+                output = self.sublayers[str(site)](h)
+            sources = self.residual.write(sources, output, site, note)
+        return sources
+
+    def _forget(self, h: Tensor, sources: Sources, site: int) -> AbstractContextManager[object]:
+        if self.checkpoint_activations != "read" or not torch.is_grad_enabled():
+            return nullcontext()
+        return Forget(h, lambda: self.residual.read(sources, site)[0])
 
     def embed(self, tokens: Tensor) -> Tensor:
         """`(B, T)` to `(B, T, D)`, in the one dtype that all sources then have.

@@ -1,16 +1,38 @@
 """Formulas on tensors: torch only, no Module, no config."""
 
-from attnres_lit.ops.depth_attention import depth_attention, depth_attention_reference
+from attnres_lit.ops.backends import BACKENDS, Backend, check_backend, resolve
+from attnres_lit.ops.depth_attention import (
+    are_few,
+    complete_rstd,
+    depth_attention,
+    depth_attention_reference,
+    reciprocal_rms,
+)
 from attnres_lit.ops.sinkhorn import sinkhorn
-from attnres_lit.ops.two_phase import DepthStats, inter_block_attention, merge_partial
+from attnres_lit.ops.two_phase import (
+    DepthStats,
+    inter_block_attention,
+    inter_block_reads,
+    merge_partial,
+    merge_sources,
+)
 from attnres_lit.ops.weighted_sum import weighted_sum
 
 __all__ = [
+    "BACKENDS",
+    "Backend",
     "DepthStats",
+    "are_few",
+    "check_backend",
+    "complete_rstd",
     "depth_attention",
     "depth_attention_reference",
     "inter_block_attention",
+    "inter_block_reads",
     "merge_partial",
+    "merge_sources",
+    "reciprocal_rms",
+    "resolve",
     "sinkhorn",
     "weighted_sum",
 ]

@@ -9,19 +9,17 @@ Shapes: S sources, D width, H heads, `...` any leading axes (batch, tokens).
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-BACKENDS = ("auto", "eager")
-Backend = Literal["auto", "eager"]
+from attnres_lit.ops import eager, fla
+from attnres_lit.ops.attend import attend
+from attnres_lit.ops.backends import Backend, engine, resolve
+from attnres_lit.ops.eager import compute_dtype, full_precision
 
-
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """Dtype of logits, softmax and sums: at least fp32, float64 stays float64."""
-    return torch.promote_types(tensor.dtype, torch.float32)
+FEW = 2**15  # elements of all sources together
 
 
 def depth_attention_reference(
@@ -60,6 +58,7 @@ def depth_attention(
     key_gain: Tensor | None = None,
     *,
     eps: float | None = 1e-6,
+    rstd: Sequence[Tensor] = (),
     return_weights: Literal[False] = False,
     backend: Backend = "auto",
 ) -> Tensor: ...
@@ -70,6 +69,7 @@ def depth_attention(
     key_gain: Tensor | None = None,
     *,
     eps: float | None = 1e-6,
+    rstd: Sequence[Tensor] = (),
     return_weights: Literal[True],
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]: ...
@@ -79,105 +79,99 @@ def depth_attention(
     key_gain: Tensor | None = None,
     *,
     eps: float | None = 1e-6,
+    rstd: Sequence[Tensor] = (),
     return_weights: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend over depth without stacking or copying the sources.
 
-    Backward needs only references to the sources and three scalars per token, source and head; the rest is recomputed.
+    Backward needs references to the sources, their reciprocal RMS and one scalar per token, source and head; the rest
+    is computed again.
 
     Args:
         sources: S tensors `(..., D)` of one dtype and device. Strided and aliased ones are fine.
         query: the pseudo-query `(D,)`, or `(H, D / H)` for H heads.
         key_gain: the gain `(D,)` of the RMSNorm on keys; None means ones.
         eps: added to the mean square in that norm; None leaves the keys un-normalised.
+        rstd: what `reciprocal_rms` returned for the first of the sources, so that it is not computed again.
         return_weights: also return the softmax weights.
-        backend: "eager" runs on any device; "auto" picks the fastest that fits.
+        backend: see `ops/backends.py`.
 
     Returns:
         `(..., D)` in the dtype of the sources. With `return_weights`, also `(S, ...)`, or `(S, ..., H)` for a query
         with heads, in at least fp32 and without gradient.
 
     Raises:
-        ValueError: no sources; sources that differ in shape, dtype or device; a query or gain of another width; an
-            unknown backend.
+        ValueError: no sources; sources that differ in shape, dtype or device; a query or gain of another width; a
+            backend that is unknown, not installed, or for another device.
     """
     check_sources(sources, query, key_gain)
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown depth-attention backend {backend!r}; choose one of {', '.join(BACKENDS)}")
-    heads = query if query.dim() == 2 else query.unsqueeze(0)  # (H, D/H)
-    if key_gain is not None:
-        heads = heads * key_gain.view_as(heads)
+    if backend == "auto" and query.dim() == 1 and not return_weights and are_few(sources):
+        return _stacked(sources, query if key_gain is None else query * key_gain, eps)
+    backend = resolve(backend, sources, query.shape[0] if query.dim() == 2 else 1)
     if len(sources) == 1 and not return_weights:  # the softmax of one logit is 1, whatever the query
         return sources[0]
-    out, weights = _DepthAttention.apply(heads, eps, *sources)
+    if backend == "fla" and fla.fits(sources, query, eps):
+        return fla.depth_attention(sources, query, key_gain, eps, return_weights)
+    rstd = complete_rstd(sources, rstd, eps, backend)
+    read = attend(engine(backend), sources, rstd, fold([query], [key_gain]), dtype=sources[0].dtype)
     if not return_weights:
-        return out
-    return out, (weights if query.dim() == 2 else weights.squeeze(-1))
+        return read.outs[0]
+    logits = read.dots[:, 0] * torch.stack(rstd).view(len(rstd), -1, 1) if rstd else read.dots[:, 0]  # (S, M, H)
+    weights = (logits - read.top[0]).exp() / read.denom[0].detach()
+    return read.outs[0], weights.view(len(sources), *sources[0].shape[:-1], *query.shape[:-1])
 
 
-class _DepthAttention(torch.autograd.Function):
-    """Saves the sources by reference and per-token scalars; recomputes keys and products in backward."""
+def reciprocal_rms(source: Tensor, eps: float, backend: Backend = "auto") -> Tensor:
+    """`1 / sqrt(mean(source^2) + eps)`, which every reader of a finished source can share.
 
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, eps: float | None, *sources: Tensor) -> tuple[Tensor, Tensor]:
-        dtype = compute_dtype(sources[0])
-        with torch.autocast(sources[0].device.type, enabled=False):
-            query = query.to(dtype)  # (H, D/H)
-            rows = [_by_head(source, query.shape[0]) for source in sources]  # M = tokens: (M, H, D/H)
-            dots = torch.stack([torch.einsum("mhd,hd->mh", row.to(dtype), query) for row in rows])  # (S, M, H)
-            if eps is None:
-                rstd = dots.new_ones(dots.shape[0], dots.shape[1], 1)
-            else:
-                rstd = torch.stack([_mean_square(row.to(dtype)) for row in rows]).add_(eps).rsqrt_()  # (S, M, 1)
-            weights = (dots * rstd).softmax(0)
-            out = rows[0] * weights[0].unsqueeze(-1)
-            for row, weight in zip(rows[1:], weights[1:], strict=True):
-                out.addcmul_(row.to(dtype), weight.unsqueeze(-1))
-        ctx.save_for_backward(query, dots, rstd, weights, *sources)
-        ctx.key_norm = eps is not None
-        shape = sources[0].shape
-        weights = weights.view(len(sources), *shape[:-1], -1)
-        ctx.mark_non_differentiable(weights)
-        return out.view(shape).to(sources[0].dtype), weights
+    A constant to autograd: what is given it as `rstd` differentiates through the norm itself.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        query, dots, rstd, weights, *sources = ctx.saved_tensors
-        dtype = query.dtype
-        with torch.autocast(grad.device.type, enabled=False):
-            grad = _by_head(grad, query.shape[0]).to(dtype)  # (M, H, D/H)
-            rows = [_by_head(source, query.shape[0]) for source in sources]
-            grad_weights = torch.stack([torch.linalg.vecdot(grad, row.to(dtype)) for row in rows])  # (S, M, H)
-            grad_logits = weights * (grad_weights - (weights * grad_weights).sum(0))
-            to_query = grad_logits * rstd  # (S, M, H)
-            # d logit / d source = rstd * query - source * dot * rstd^3 / D: the second part comes from the norm
-            to_source = (grad_logits * dots).sum(-1, keepdim=True) * rstd.pow(3) / -query.numel()  # (S, M, 1)
-            grad_query = torch.zeros_like(query)
-            grads: list[Tensor | None] = []
-            for k, source in enumerate(sources):
-                row = rows[k].to(dtype)
-                grad_query += torch.einsum("mh,mhd->hd", to_query[k], row)
-                if not ctx.needs_input_grad[2 + k]:
-                    grads.append(None)
-                    continue
-                grad_row = (grad * weights[k].unsqueeze(-1)).addcmul_(to_query[k].unsqueeze(-1), query)
-                if ctx.key_norm:
-                    grad_row.addcmul_(row, to_source[k].unsqueeze(-1))
-                grads.append(grad_row.view(source.shape).to(source.dtype))
-        return grad_query, None, *grads
+    Args:
+        source: `(..., D)`.
+        eps: of the norm on keys.
+        backend: see `ops/backends.py`.
+
+    Returns:
+        `(...)`, in at least fp32.
+    """
+    with torch.no_grad(), full_precision(source):
+        return engine(resolve(backend, [source])).reciprocal_rms(source, eps)
 
 
-def _by_head(source: Tensor, heads: int) -> Tensor:
-    """`(..., D)` to `(M, H, D/H)`, a view where the strides allow it."""
-    return source.reshape(-1, heads, source.shape[-1] // heads)
+def complete_rstd(
+    sources: Sequence[Tensor], rstd: Sequence[Tensor], eps: float | None, backend: Backend
+) -> tuple[Tensor, ...]:
+    """The reciprocal RMS of all sources, given that of the first ones; nothing where keys are not normalised."""
+    if eps is None:
+        return ()
+    return *rstd, *(reciprocal_rms(source, eps, backend) for source in sources[len(rstd) :])
 
 
-def _mean_square(row: Tensor) -> Tensor:
-    """`(M, H, D/H)` to `(M, 1)`: the norm is over all of D, whatever the heads."""
-    flat = row.flatten(1)
-    return torch.linalg.vecdot(flat, flat).unsqueeze(-1) / flat.shape[-1]
+def _stacked(sources: Sequence[Tensor], query: Tensor, eps: float | None) -> Tensor:
+    """The formula in the fewest calls, on a copy of the sources."""
+    values = torch.stack(tuple(sources)).to(compute_dtype(sources[0]))  # (S, ..., D)
+    with full_precision(values):
+        logits = values @ query.to(values.dtype)
+    if eps is not None:
+        logits = logits * eager.reciprocal_rms(values, eps)
+    return (logits.softmax(0).unsqueeze(-1) * values).sum(0).to(sources[0].dtype)
+
+
+def are_few(sources: Sequence[Tensor]) -> bool:
+    """Whether this is decoding a few tokens, where calls cost more than copies."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled() or not sources:
+        return False
+    return sources[0].numel() * len(sources) <= FEW
+
+
+def fold(queries: Sequence[Tensor], key_gains: Sequence[Tensor | None]) -> Tensor:
+    """Q queries `(D,)` or `(H, D/H)` and their gains to what the raw products need: `(Q, H, D/H)`, wide."""
+    folded = [
+        query if gain is None else query * gain.view_as(query) for query, gain in zip(queries, key_gains, strict=True)
+    ]
+    stacked = torch.stack(folded)
+    return (stacked if stacked.dim() == 3 else stacked.unsqueeze(1)).to(compute_dtype(stacked))
 
 
 def check_sources(sources: Sequence[Tensor], query: Tensor, key_gain: Tensor | None) -> None:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from attnres_lit.ops import Backend
+
 Note = tuple[Tensor, ...]
 
 
@@ -40,6 +42,8 @@ class Residual(nn.Module, ABC):
     """
 
     starts_as_prenorm = False  # whether the initial values make the model compute what PreNorm would
+    depth_backend: Backend = "auto"  # of depth attention, where a strategy has it; set by the model
+    recomputed: bool = False  # whether backward computes reads again, which leaves nothing ahead; set by the model
 
     def __init__(self, num_sites: int, dim: int) -> None:
         super().__init__()

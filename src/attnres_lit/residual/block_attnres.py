@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from attnres_lit.residual.attnres import AttnRes
+from attnres_lit.residual.attnres import AttnRes, TwoPhase
 from attnres_lit.residual.base import Note, Sources
 
 
@@ -27,6 +27,8 @@ class BlockAttnRes(AttnRes):
         boundaries: the sites at which a new block starts; site 0 is implied.
         key_norm: RMSNorm with a learned gain on the keys.
         num_heads: heads; each attends over depth with its own slice of D.
+        two_phase: answer the queries of a block against the finished sources in one pass; "auto": where that measured
+            faster.
         eps: of the norm on keys.
 
     Raises:
@@ -45,11 +47,13 @@ class BlockAttnRes(AttnRes):
         boundaries: list[int] | None = None,
         key_norm: bool = True,
         num_heads: int = 1,
+        two_phase: TwoPhase = "auto",
         eps: float = 1e-6,
     ) -> None:
-        super().__init__(num_sites, dim, key_norm, num_heads, eps)
+        super().__init__(num_sites, dim, key_norm, num_heads, two_phase, eps)
         self.starts = block_starts(num_sites, num_blocks, block_size, boundaries)
         self._last_sites = {start - 1 for start in (*self.starts[1:], num_sites)}
+        self._share_phase_one(self.starts, seen=range(1, num_sites + 1))  # the embedding, and the blocks before
 
     def open(self, embedding: Tensor) -> Sources:
         """The embedding is the first source; no block has begun."""
@@ -59,8 +63,8 @@ class BlockAttnRes(AttnRes):
         """Add the output to the partial; at the last site of a block the partial becomes a source."""
         partial = output if sources.partial is None else sources.partial + output
         if site in self._last_sites:
-            return Sources((*sources.done, partial), None)
-        return Sources(sources.done, partial)
+            return Sources((*sources.done, partial), None, note)
+        return Sources(sources.done, partial, note)
 
 
 def block_starts(

@@ -5,7 +5,7 @@ h_s = sum_i softmax_i(query_s . RMSNorm(v_i)) v_i        v_0 = embedding, v_i = 
 
 from torch import Tensor
 
-from attnres_lit.residual.attnres import AttnRes
+from attnres_lit.residual.attnres import AttnRes, TwoPhase
 from attnres_lit.residual.base import Note, Sources
 
 
@@ -19,10 +19,13 @@ class FullAttnRes(AttnRes):
             queries no longer equal PreNorm.
         key_norm: RMSNorm with a learned gain on the keys.
         num_heads: heads; each attends over depth with its own slice of D.
+        two_phase: answer the queries of a run of sqrt(num_sites) sites against the sources before it in one pass
+            (appendix B); "auto": where that measured faster. Needs window=None.
         eps: of the norm on keys.
 
     Raises:
-        ValueError: `num_heads` does not divide `dim`; a window below 1.
+        ValueError: `num_heads` does not divide `dim`; a window below 1, or a window and
+            two phases.
     """
 
     def __init__(
@@ -32,13 +35,19 @@ class FullAttnRes(AttnRes):
         window: int | None = None,
         key_norm: bool = True,
         num_heads: int = 1,
+        two_phase: TwoPhase = "auto",
         eps: float = 1e-6,
     ) -> None:
         if window is not None and window < 1:
             raise ValueError(f"window={window} must be at least 1, or null for all sources")
-        super().__init__(num_sites, dim, key_norm, num_heads, eps)
+        super().__init__(num_sites, dim, key_norm, num_heads, two_phase, eps)
+        if window is not None and two_phase is True:
+            raise ValueError(f"two_phase=true needs every source to stay: window={window} must be null")
         self.window = num_sites if window is None else window
         self.starts_as_prenorm = self.window >= num_sites
+        if window is None:
+            starts = range(0, num_sites, round(num_sites**0.5))
+            self._share_phase_one(starts, seen=[start + 1 for start in starts])  # the embedding and `start` outputs
 
     def open(self, embedding: Tensor) -> Sources:
         """The embedding is the first source."""
@@ -46,5 +55,6 @@ class FullAttnRes(AttnRes):
 
     def write(self, sources: Sources, output: Tensor, site: int, note: Note) -> Sources:
         """The output is a new source; what slides out of the window is dropped here, so that its memory is free."""
-        embedding, *outputs = (*sources.done, output)
-        return Sources((embedding, *outputs[-self.window :]), None)
+        slid = max(0, len(sources.done) - self.window)
+        done, ahead = ((kept[0:1] + kept[1 + slid :]) for kept in (sources.done, note))
+        return Sources((*done, output), None, ahead)

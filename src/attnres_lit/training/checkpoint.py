@@ -11,6 +11,8 @@ from torch import Tensor
 
 from attnres_lit.model import Transformer
 
+EXECUTION = {"two_phase"}  # options of a residual that change how a value is computed, not which
+
 
 def check_resume(checkpoint: Mapping[str, Any], asked: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
     """Compare a checkpoint with a module's hyper-parameters or, if the checkpoint has none, its weights.
@@ -43,7 +45,7 @@ def architecture(hparams: Mapping[str, Any]) -> dict[str, Any]:
     residual = hparams["residual"]
     return {
         "model.residual": residual["class_path"],
-        **{f"model.residual.{name}": value for name, value in residual["init_args"].items()},
+        **{f"model.residual.{name}": value for name, value in residual["init_args"].items() if name not in EXECUTION},
         **{f"model.config.{name}": value for name, value in hparams["config"].items()},
         "model.fp32_residual": hparams.get("fp32_residual", False),
     }

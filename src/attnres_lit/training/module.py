@@ -1,7 +1,7 @@
 """The LightningModule: a language model, its loss, its optimizer and its checkpoints."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from attnres_lit.model import ResidualFactory, Transformer, TransformerConfig
+from attnres_lit.ops import Backend
 from attnres_lit.residual import BlockAttnRes
 from attnres_lit.training.checkpoint import check_resume, warm_start
 from attnres_lit.training.hparams import INSTANTIATOR, describe, plain
@@ -29,6 +30,9 @@ class LanguageModel(LightningModule):
         optim: the optimizer and its schedule.
         compile: compile the sublayers, in place.
         fp32_residual: keep sources and partial in fp32 in mixed precision, instead of the dtype of the sublayers.
+        checkpoint_activations: what backward computes again instead of keeping it: "read" the input of every sublayer,
+            true everything inside a layer.
+        depth_backend: what runs depth attention: auto, eager, compiled (CPU, extra `fast`) or fla (CUDA, extra `cuda`).
         init_from: checkpoint whose weights a new fit starts from; its optimizer and step count are left behind. Read
             when training starts, not on a resume. With another residual strategy, everything else is loaded and the
             residual starts fresh.
@@ -44,6 +48,8 @@ class LanguageModel(LightningModule):
         optim: OptimConfig = OptimConfig(),  # noqa: B008 - frozen
         compile: bool = False,
         fp32_residual: bool = False,
+        checkpoint_activations: Literal["read"] | bool = False,
+        depth_backend: Backend = "auto",
         init_from: str | None = None,
     ) -> None:
         super().__init__()
@@ -55,13 +61,15 @@ class LanguageModel(LightningModule):
                 "optim": plain(optim, "optim"),
                 "compile": compile,
                 "fp32_residual": fp32_residual,
+                "checkpoint_activations": checkpoint_activations,
+                "depth_backend": depth_backend,
                 **INSTANTIATOR,
             }
         )
         self.optim = optim
         self.compiled = compile
         self.init_from = init_from
-        self.model = Transformer(config, residual, fp32_residual)
+        self.model = Transformer(config, residual, fp32_residual, checkpoint_activations, depth_backend)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens `(B, T)` int64 to logits `(B, T, V)`."""

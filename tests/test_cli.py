@@ -234,6 +234,11 @@ BLOCK = str(CONFIGS / "block.yaml")
         ),
         (["fit", "--config", BLOCK, *TINY, "--trainer.max_steps=-2"], "max_steps.*You passed in -2"),
         (["fit", "--config", BLOCK, *TINY, "--trainer.strategy=no"], "invalid strategy name: `strategy='no'`"),
+        (
+            ["fit", "--config", BLOCK, "--data.tokenizer=BPETokenizer", "--data.tokenizer.vocab_size=9"],
+            "vocab_size is 9",
+        ),
+        (["fit", "--config", BLOCK, "--data.corpus=TextFiles", "--data.corpus.paths=[]"], "error: paths is empty"),
         (["fitt"], "invalid choice: 'fitt'"),
         ([], "subcommand"),
     ],

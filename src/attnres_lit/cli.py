@@ -293,7 +293,8 @@ def main(args: list[str] | None = None) -> None:
     try:
         CLI(args)
     except (ValueError, MisconfigurationException) as error:
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        if any(raised_in.is_relative_to(Path(package.__file__).parent) for package in (attnres_lit, lightning)):
-            fail(" ".join(str(error).split()))
+        for each in (error, error.__cause__):  # the parser wraps what a component that may be null raises
+            raised_in = Path(traceback.extract_tb(each.__traceback__)[-1].filename) if each else Path()
+            if any(raised_in.is_relative_to(Path(package.__file__).parent) for package in (attnres_lit, lightning)):
+                fail(" ".join(str(each).split()))
         raise

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from attnres_lit.cli import main
+from attnres_lit.cli import CLI, main
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -217,6 +217,29 @@ BLOCK = str(CONFIGS / "block.yaml")
         (["validate", "--config", BLOCK, "--ckpt_path=last"], "there is no runs/BlockAttnRes/checkpoints/last.ckpt"),
         (["validate", "--config", BLOCK, "--ckpt_path=a.ckpt"], "there is no a.ckpt"),
         (["fit", "--config", BLOCK, "--model.init_from=a.ckpt"], "--model.init_from: there is no a.ckpt"),
+        (["fit", "--config", BLOCK, "--data.seq_len=2048"], "data.seq_len=2048 exceeds model.config.max_seq_len=1024"),
+        (["fit", "--config", BLOCK, "--data.seed=99999999999"], r"seed is 99999999999: it must be below 2\*\*32"),
+        (["fit", "--config", BLOCK, "--data.split_seed=-1"], "split_seed is -1: it must be at least 0"),
+        (["fit", "--config", BLOCK, "--seed_everything=-1"], "-1 is not in bounds"),
+        (["fit", "--config", BLOCK, "--num_threads=0"], "num_threads.*v>0"),
+        (["fit", "--config", BLOCK, "--name=.."], r"name is '\.\.': a run lives below runs_dir"),
+        (["fit", "--config", BLOCK, "--name=."], r"name is '\.': a run lives below runs_dir"),
+        (["fit", "--config", BLOCK, "--name=/tmp/x"], "name is '/tmp/x': a run lives below runs_dir"),
+        (["fit", "--config", BLOCK, "--ckpt_path="], "is not a checkpoint"),
+        (["fit", "--config", BLOCK, "--model.residual=Residual"], "Residual cannot be built: it does not define exit"),
+        (["fit", "--config", BLOCK, "--trainer.val_check_interval=0"], "val_check_interval is 0: it must be above 0"),
+        (["fit", "--config", BLOCK, "--trainer.accumulate_grad_batches=0"], "accumulate_grad_batches is 0: it must be"),
+        (
+            ["fit", "--config", BLOCK, "--trainer.gradient_clip_val=-1"],
+            "gradient_clip_val is -1.0: it must be at least",
+        ),
+        (["fit", "--config", BLOCK, *TINY, "--trainer.max_steps=-2"], "max_steps.*You passed in -2"),
+        (["fit", "--config", BLOCK, *TINY, "--trainer.strategy=no"], "invalid strategy name: `strategy='no'`"),
+        (
+            ["fit", "--config", BLOCK, "--data.tokenizer=BPETokenizer", "--data.tokenizer.vocab_size=9"],
+            "vocab_size is 9",
+        ),
+        (["fit", "--config", BLOCK, "--data.corpus=TextFiles", "--data.corpus.paths=[]"], "error: paths is empty"),
         (["fitt"], "invalid choice: 'fitt'"),
         ([], "subcommand"),
     ],
@@ -224,6 +247,94 @@ BLOCK = str(CONFIGS / "block.yaml")
 def test_a_mistake_gets_one_line(capfd, args, message, workdir):
     assert re.search(message, fails(capfd, *args))
     assert not (workdir / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: 3", "a config sets model as a whole"),
+        ("model: null", "a config sets model as a whole"),
+        ("trainer: 3", "a config sets trainer as a whole"),
+        ("model:\n  config: 3", "a config sets model.config as a whole"),
+        ("model:\n  optim:", "a config sets model.optim as a whole"),
+        ("model:\n  residual: null", "model.residual is None"),
+        ("model:\n  residual:\n    class_path: Nope", "unknown model.residual 'Nope': known are BlockAttnRes"),
+        ("data:\n  corpus:\n    class_path: TextFile", "unknown data.corpus 'TextFile': .*did you mean TextFiles"),
+        ("trainer:\n  callbacks:\n    - class_path: Nope", "unknown class 'Nope' in trainer.callbacks"),
+        ("runs_dir: null", "runs_dir is None"),
+    ],
+)
+def test_a_mistake_in_a_file_gets_one_line(capfd, text, message, workdir):
+    Path("mistake.yaml").write_text(text + "\n")
+    assert re.search(message, fails(capfd, "fit", "--config", BLOCK, "--config", "mistake.yaml"))
+    assert not (workdir / "runs").exists()
+
+
+@pytest.mark.parametrize("text", ["class_path: Nope\n", "garbage\n", ""])
+def test_a_residual_file_that_names_no_strategy(capfd, text):
+    Path("mine.yaml").write_text(text)
+    line = fails(capfd, "fit", "--config", BLOCK, "--model.residual=mine.yaml")
+    assert "mine.yaml does not say which model.residual" in line
+    assert "BlockAttnRes" in line
+
+
+@pytest.mark.parametrize(
+    ("flag", "callback"),
+    [
+        ("enable_progress_bar", "ProgressBar"),
+        ("enable_checkpointing", "LastCheckpoint"),
+        ("enable_model_summary", "ModelSummary"),
+    ],
+)
+def test_a_flag_turns_off_the_callback_of_its_kind(flag, callback, monkeypatch):
+    trainers = []
+    monkeypatch.setattr(CLI, "_run_subcommand", lambda self, subcommand: trainers.append(self.trainer))
+    for value in ("true", "false"):
+        run("fit", "block", f"--trainer.{flag}={value}")
+    on, off = ([type(each).__name__ for each in trainer.callbacks] for trainer in trainers)
+    assert callback in on
+    assert callback not in off
+    assert "DepthWeights" in off
+
+
+def test_a_run_repeats_from_its_own_config_under_another_name(workdir):
+    run("fit", "prenorm", "--trainer.max_steps=2", "--name=first")
+    before = {path: path.stat().st_mtime_ns for path in (workdir / "runs/first").rglob("*")}
+    main(["fit", "--config", "runs/first/config.yaml", "--name=second"])
+    assert losses("runs/first") == losses("runs/second")
+    assert {path: path.stat().st_mtime_ns for path in (workdir / "runs/first").rglob("*")} == before
+
+
+def test_only_training_writes_into_a_run(workdir, capfd):
+    """A refused resume and a validation leave the files of a run, its config among them."""
+    run("fit", "prenorm", "--trainer.max_steps=1")
+    before = {path: path.stat().st_mtime_ns for path in (workdir / "runs").rglob("*")}
+    fails(capfd, "fit", "--config", BLOCK, *TINY, "--ckpt_path=last", "--name=PreNorm")
+    fails(capfd, "fit", "--config", BLOCK, *TINY, "--model.init_from=runs/PreNorm/checkpoints/last.ckpt",
+          "--model.config.dim=32", "--name=PreNorm")  # fmt: skip
+    run("validate", "prenorm", "--ckpt_path=last")
+    run("validate", "prenorm", "--name=none")
+    assert {path: path.stat().st_mtime_ns for path in (workdir / "runs").rglob("*")} == before
+
+
+@pytest.mark.parametrize("content", [{"a": 1}, torch.ones(2), {"state_dict": {}}])
+def test_a_file_of_torch_that_is_no_checkpoint(content, capfd):
+    torch.save(content, "other.pt")
+    for flag in ("--ckpt_path", "--model.init_from"):
+        assert "other.pt is not a checkpoint" in fails(capfd, "fit", "--config", BLOCK, *TINY, f"{flag}=other.pt")
+
+
+def test_weights_alone_do_not_resume(workdir, capfd):
+    run("fit", "prenorm", "--trainer.max_steps=1", "--name=whole")
+    checkpoint = torch.load("runs/whole/checkpoints/last.ckpt", weights_only=True)
+    torch.save({key: value for key, value in checkpoint.items() if key != "optimizer_states"}, "weights.ckpt")
+    line = fails(capfd, "fit", "--config", str(CONFIGS / "prenorm.yaml"), *TINY, "--ckpt_path=weights.ckpt")
+    assert "weights alone" in line
+
+
+def test_overfit_as_its_comment_says(workdir):
+    run("fit", "block", "--config", str(CONFIGS / "debug/overfit.yaml"), "--trainer.max_steps=3")
+    assert len(losses("runs/overfit")) == 3
 
 
 def test_a_damaged_checkpoint_is_refused(workdir, capfd):

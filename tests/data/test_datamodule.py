@@ -170,6 +170,8 @@ def test_vocabulary(tmp_path: Path):
         ({"seq_len": 0}, "seq_len is 0: it must be at least 1"),
         ({"num_workers": -1}, "num_workers is -1: it must be at least 0"),
         ({"seed": -1}, "seed is -1: it must be at least 0"),
+        ({"split_seed": -1}, "split_seed is -1: it must be at least 0"),
+        ({"seed": 2**32}, "seed is 4294967296: it must be below 2**32"),
         ({"val_fraction": 1.0}, "val_fraction is 1.0: it must lie between 0 and 1"),
     ],
 )

@@ -29,6 +29,19 @@ def documents(dir: Path, split: str, tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.decode(part) for part in np.split(ids, ends + 1)[:-1]]
 
 
+class Overflowing(ByteTokenizer):
+    """Gives an id of 2**16 + 7, which two bytes would store as 7."""
+
+    def encode(self, text):
+        return super().encode(text).astype(np.int64) + 2**16 + 7
+
+
+def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="its vocab_size is 257"):
+        prepare(Words(60), Overflowing(), tmp_path / "d", val_fraction=0.3)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPETokenizer(300), BPETokenizer(70_000)], ids=lambda t: t.name)
 def test_every_document_comes_back_from_exactly_one_split(tmp_path: Path, tokenizer: Tokenizer):
     corpus = Words(60)

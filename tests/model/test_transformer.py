@@ -98,6 +98,8 @@ def test_hidden_dim_is_eight_thirds_rounded_up():
         ({"dim": 0}, "dim=0 must be at least 1"),
         ({"num_heads": 5}, "dim=32 must be an even multiple of num_heads=5"),
         ({"num_heads": 32}, "even multiple of num_heads=32"),
+        ({"rope_theta": 0}, "rope_theta=0 must be above 0"),
+        ({"norm_eps": -1.0}, "norm_eps=-1.0 at least 0"),
         ({"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
     ],
 )

@@ -136,6 +136,13 @@ def test_without_hyper_parameters_the_weights_are_compared(interrupted, tmp_path
         resume(tiny_module(config=tiny_config(dim=8)), path, tmp_path)
 
 
+def test_weights_that_do_not_fit_equal_options_are_refused(interrupted, tmp_path):
+    """As after an edit of the strategy's own code."""
+    path = edited(interrupted(), lambda c: c["state_dict"].pop("model.residual.exit_query"))
+    with pytest.raises(ValueError, match=r"its weights do not fit: model.residual.exit_query missing"):
+        resume(tiny_module(), path, tmp_path)
+
+
 def start(module, tmp_path):
     recorder = Recorder()
     trainer = tiny_trainer(tmp_path, max_steps=1, callbacks=recorder)

@@ -63,10 +63,13 @@ class TokenDataModule(LightningDataModule):
             ("seq_len", seq_len, 1),
             ("batch_size", batch_size, 1),
             ("num_workers", num_workers, 0),
+            ("split_seed", split_seed, 0),
             ("seed", seed, 0),
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}: it must be at least {least}")
+            if name.endswith("seed") and value >= 2**32:
+                raise ValueError(f"{name} is {value}: it must be below 2**32")
         if not 0 < val_fraction < 1:
             raise ValueError(f"val_fraction is {val_fraction}: it must lie between 0 and 1, both excluded")
         self.corpus = corpus or PythonStdlib()

@@ -207,7 +207,12 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, dir: Path, val_fraction: float,
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     writers = {split: _ShardWriter(dir / split, dtype) for split in SPLITS}
     for split, text, size in documents("preparing"):
-        writers[split].add(np.append(tokenizer.encode(text), tokenizer.eod), size)
+        ids = np.append(tokenizer.encode(text), tokenizer.eod)
+        if not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:  # stored in few bytes, it could become another id
+            raise ValueError(
+                f"{tokenizer.name} gives the id {max(ids, key=abs)}: its vocab_size is {tokenizer.vocab_size}"
+            )
+        writers[split].add(ids, size)
     splits = {split: writer.close() for split, writer in writers.items()}
     total = sum(split.documents for split in splits.values())
     if not total:

@@ -48,6 +48,8 @@ class TransformerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+        if self.rope_theta <= 0 or self.norm_eps < 0:
+            raise ValueError(f"rope_theta={self.rope_theta} must be above 0, and norm_eps={self.norm_eps} at least 0")
         if self.dim % self.num_heads or self.dim // self.num_heads % 2:
             raise ValueError(f"dim={self.dim} must be an even multiple of num_heads={self.num_heads}")
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:

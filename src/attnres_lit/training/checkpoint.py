@@ -15,7 +15,7 @@ EXECUTION = {"two_phase"}  # options of a residual that change how a value is co
 
 
 def check_resume(checkpoint: Mapping[str, Any], asked: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Compare a checkpoint with a module's hyper-parameters or, if the checkpoint has none, its weights.
+    """Compare a checkpoint with a module's hyper-parameters, if the checkpoint has any, and with its weights.
 
     An option that the checkpoint does not know, being older than it, is taken to have been as asked.
 
@@ -23,12 +23,8 @@ def check_resume(checkpoint: Mapping[str, Any], asked: Mapping[str, Any], weight
         ValueError: they differ; the message names every difference.
     """
     stored = checkpoint.get("hyper_parameters", {})
-    if "config" not in stored or "residual" not in stored:
-        found = misfits(checkpoint.get("state_dict", {}), weights)
-        if found:
-            raise ValueError(f"the checkpoint has no hyper-parameters, and its weights do not fit: {found}")
-        return
-    old, new = architecture(stored), architecture(asked)
+    described = "config" in stored and "residual" in stored
+    old, new = (architecture(each) if described else {} for each in (stored, asked))
     differing = [name for name in new if name in old and old[name] != new[name]]
     if "model.residual" in differing:  # the options of two strategies do not compare
         differing = [name for name in differing if not name.startswith("model.residual.")]
@@ -38,6 +34,9 @@ def check_resume(checkpoint: Mapping[str, Any], asked: Mapping[str, Any], weight
             + "; ".join(f"{name}={old[name]}, this run asks for {new[name]}" for name in differing)
             + ": make them equal to resume, or start a new run from its weights with model.init_from"
         )
+    if found := misfits(checkpoint.get("state_dict", {}), weights):
+        without = "" if described else "has no hyper-parameters, and "
+        raise ValueError(f"the checkpoint {without}its weights do not fit: {found}")
 
 
 def architecture(hparams: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,13 +61,21 @@ def warm_start(model: Transformer, path: str, asked: Mapping[str, Any]) -> None:
     Raises:
         ValueError: the file is missing or is not a checkpoint; its weights do not fit.
     """
+    weights, same_strategy = fitting_weights(model, path, asked)
+    model.load_state_dict(weights, strict=False)
+    rest = "" if same_strategy else f"; {architecture(asked)['model.residual']} starts fresh"
+    rank_zero_info(f"Starting from the weights of {path}, at step 0{rest}.")
+
+
+def fitting_weights(model: Transformer, path: str, asked: Mapping[str, Any]) -> tuple[dict[str, Tensor], bool]:
+    """What `warm_start` loads, and whether that includes the residual; the model stays as it is. Raises as it does."""
     checkpoint = _read(path)
     weights = {key.removeprefix("model."): value for key, value in checkpoint["state_dict"].items()}
     stored = checkpoint.get("hyper_parameters", {})
     old, new = (architecture(each) if "residual" in each else {} for each in (stored, asked))
     target = model.state_dict()
-    fresh = old.get("model.residual") != new["model.residual"]
-    if fresh:
+    same_strategy = old.get("model.residual") == new["model.residual"]
+    if not same_strategy:
         weights, target = (
             {key: value for key, value in each.items() if not key.startswith("residual.")} for each in (weights, target)
         )
@@ -81,9 +88,7 @@ def warm_start(model: Transformer, path: str, asked: Mapping[str, Any]) -> None:
         found = "its head is not its embedding, and this run ties them"
     if found:
         raise ValueError(f"init_from={path} does not fit: {found}")
-    model.load_state_dict(weights, strict=False)
-    rest = f"; {new['model.residual']} starts fresh" if fresh else ""
-    rank_zero_info(f"Starting from the weights of {path}, at step 0{rest}.")
+    return weights, same_strategy
 
 
 def misfits(weights: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> str:

@@ -140,6 +140,12 @@ def test_names_sort_by_depth(tmp_path):
     assert sorted(names) == [f"depth/output_rms/{layer:02}" for layer in range(11)]
 
 
+def test_training_in_float64(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=1, precision="64-true", callbacks=DepthDynamics(1))
+    trainer.fit(tiny_module(), Tokens())
+    assert trainer.global_step == 1
+
+
 def test_bad_interval():
     with pytest.raises(ValueError, match="every_n_steps=0"):
         DepthDynamics(0)

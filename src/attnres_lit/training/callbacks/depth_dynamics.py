@@ -98,5 +98,5 @@ def observe(residual: Residual) -> Generator[dict[str, dict[int, Tensor]]]:
 
 
 def norm(x: Tensor) -> Tensor:
-    """Euclidean norm, summed in fp32."""
-    return torch.linalg.vector_norm(x, dtype=torch.float32)
+    """Euclidean norm, summed in at least fp32."""
+    return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -15,6 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from attnres_lit.cli import CLI, main
+from attnres_lit.runs import claim
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -393,3 +394,14 @@ def test_version_and_help(capsys):
             main(args)
         assert exit.value.code == 0
         assert expected in capsys.readouterr().out
+
+
+def test_two_runs_of_one_name_at_once_do_not_meet(workdir, capfd):
+    """The second one that would write into a folder is refused, fresh or resumed, and the first is not touched."""
+    run("fit", "block", "--trainer.max_steps=1", "--name=mine")
+    held = claim(workdir / "runs/mine")
+    for flags in ([], ["--ckpt_path=last"]):
+        line = fails(capfd, "fit", "--config", BLOCK, *TINY, "--name=mine", *flags)
+        assert "a run that is going on: choose another --name" in line
+    held.release()
+    run("fit", "block", "--trainer.max_steps=2", "--name=mine", "--ckpt_path=last")

@@ -1,11 +1,13 @@
-"""What the parser of the command line lets through and nothing later reports in a user's words."""
+"""Mistakes on the command line, in a user's words: what the parser lets through, and what it says of the rest."""
 
+import difflib
 import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import Namespace
+from jsonargparse import ArgumentParser, Namespace
 
 from attnres_lit.data.corpora import Corpus
 from attnres_lit.data.tokenizers import Tokenizer
@@ -50,3 +52,51 @@ def class_of(spec: Namespace) -> Any:
     """The class that a parsed `class_path` names."""
     module, _, name = spec.class_path.rpartition(".")
     return getattr(sys.modules[module], name)
+
+
+def explain(message: str, parser: ArgumentParser) -> str:
+    """A parser's message in one line; where a name is unknown, with the nearest that is known."""
+    message = " ".join(message.split())
+    component = re.search(
+        r'"([\w.]+)": .*?(?:Expected a path but (\S+) either|import path string: (\S+)|file loop detected: (\S+))',
+        message,
+    )
+    if component and (base := COMPONENTS.get(component[1])):
+        known = sorted(each.__name__ for each in concrete(base))
+        if component[4]:  # a file that is no class with options is taken for the name of one
+            return f"{component[4]} does not say which {component[1]}: write a class_path; known are {', '.join(known)}"
+        name = component[2] or component[3]
+        return f"unknown {component[1]} {name!r}: known are {', '.join(known)}" + nearest(name, known)
+    if component and component[3]:
+        return f"unknown class {component[3]!r} in {component[1]}: give its dotted path"
+    flag = re.search(r"unrecognized arguments: --([\w.]+)|Subcommand '\w+' does not accept option '([\w.]+)'", message)
+    if flag:
+        return message + nearest(flag[1] or flag[2], options(parser))
+    option = re.search(r"Option '([\w.]+)' is not accepted", message)
+    if option:  # this parser is that of the class whose option it is
+        known = [name for name in options(parser) if name != "help"]
+        return f"unknown option {option[1]!r}: known are {', '.join(known) or 'none'}" + nearest(option[1], known)
+    return message
+
+
+def options(parser: ArgumentParser) -> list[str]:
+    """The names of a parser's options, its subcommands' included."""
+    names = []
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            names += [name for sub in action.choices.values() for name in options(sub)]
+        else:
+            names.append(action.dest)
+    return names
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """ "; did you mean ...?", or nothing."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def concrete(base: type) -> set[type]:
+    """All classes below `base` that have been imported and can be built."""
+    below = {each for direct in base.__subclasses__() for each in {direct} | concrete(direct)}
+    return {each for each in below if not inspect.isabstract(each)}

@@ -3,8 +3,6 @@
 LightningCLI, with what a run needs around it: a fixed folder per run, `--ckpt_path last`, and errors of one line.
 """
 
-import difflib
-import inspect
 import logging
 import re
 import sys
@@ -16,15 +14,15 @@ from typing import Any, NoReturn
 import lightning
 import lightning.pytorch as pl
 import torch
-from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import attnres_lit
-from attnres_lit.checks import COMPONENTS, check_config, class_of
+from attnres_lit.checks import check_config, explain
 from attnres_lit.data.datamodule import TokenDataModule
+from attnres_lit.runs import check_readable, claim, find_checkpoint, move_aside, run_name, substitute
 from attnres_lit.training.checkpoint import check_resume, fitting_weights
 from attnres_lit.training.module import LanguageModel
 
@@ -143,122 +141,28 @@ class CLI(LightningCLI):
             check_resume(found, self.model.hparams, self.model.state_dict())
             if not {"optimizer_states", "lr_schedulers", "loops"} <= found.keys():
                 raise ValueError(f"{config.ckpt_path} holds weights alone: start a new run with --model.init_from")
-        elif not config.trainer.fast_dev_run:
+        else:
             self.datamodule.prepare_data()
             self.datamodule.setup("fit")
             self.datamodule.train_dataloader(), self.datamodule.val_dataloader()
             if self.model.init_from:
                 fitting_weights(self.model.model, self.model.init_from, self.model.hparams)
-            move_aside(self.folder)
+        if not config.trainer.fast_dev_run:
+            self.take_folder(fresh=config.ckpt_path is None)
 
+    @rank_zero_only
+    def take_folder(self, fresh: bool) -> None:
+        """Hold the run's folder, emptied for a fresh run."""
+        self.claimed = claim(self.folder)
+        if fresh and (aside := move_aside(self.folder)):
+            rank_zero_info(f"{self.folder} was there: moved to {aside}. To continue a run, add --ckpt_path last.")
 
-def run_name(residual: Namespace) -> str:
-    """The strategy's class, and those of its options that are not the defaults: `BlockAttnRes-num_blocks=4`."""
-    strategy = class_of(residual)
-    defaults = {key: p.default for key, p in inspect.signature(strategy).parameters.items()}
-    options = residual.get("init_args") or Namespace()
-    changed = [f"{key}={value}" for key, value in vars(options).items() if value != defaults.get(key)]
-    return re.sub(r"[^\w=.,-]", "", "-".join([strategy.__name__, *changed]))
-
-
-def substitute(config: Any, folder: str) -> Any:
-    """Every "{run}" in the strings of a config becomes the run's folder."""
-    if isinstance(config, str):
-        return config.replace("{run}", folder)
-    if isinstance(config, Namespace):
-        return Namespace(**{key: substitute(value, folder) for key, value in vars(config).items()})
-    if isinstance(config, list):
-        return [substitute(value, folder) for value in config]
-    return config
-
-
-def find_checkpoint(folder: Path, which: str) -> Path:
-    """A readable checkpoint: `<folder>/checkpoints/<which>.ckpt` for "last" and "best", else the path `which`.
-
-    Raises:
-        ValueError: it does not exist, or cannot be read.
-    """
-    named = which in ("last", "best")
-    path = folder / "checkpoints" / f"{which}.ckpt" if named else Path(which)
-    if named and not path.exists():
-        others = sorted(str(p.parents[1]) for p in folder.parent.glob(f"*/checkpoints/{which}.ckpt"))
-        hint = f"; runs that have one: {', '.join(others)} (choose with --name)" if others else ""
-        raise ValueError(f"--ckpt_path {which}: there is no {path}{hint}")
-    check_readable(path, f"--ckpt_path {which}")
-    return path
-
-
-def check_readable(path: Path, flag: str) -> dict[str, Any]:
-    """Before a run is touched: what the checkpoint holds, without its data. Raises ValueError."""
-    if not path.exists():
-        raise ValueError(f"{flag}: there is no {path}")
-    try:
-        found = torch.load(path, map_location="meta", mmap=True, weights_only=True)
-    except Exception as error:  # whatever it holds, it is not ours
-        raise ValueError(f"{flag}: {path} is not a checkpoint, or it is damaged") from error
-    if not isinstance(found, dict) or not {"state_dict", "pytorch-lightning_version"} <= found.keys():
-        raise ValueError(f"{flag}: {path} is not a checkpoint of Lightning")
-    return found
-
-
-@rank_zero_only
-def move_aside(folder: Path) -> None:
-    """Rename an existing run to `<folder>.1`, `.2`, ...: nothing is overwritten."""
-    if not folder.exists():
-        return
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    folder.rename(aside)
-    rank_zero_info(f"{folder} was there: moved to {aside}. To continue a run, add --ckpt_path last.")
-
-
-def explain(message: str, parser: LightningArgumentParser) -> str:
-    """A parser's message in one line; where a name is unknown, with the nearest that is known."""
-    message = " ".join(message.split())
-    component = re.search(
-        r'"([\w.]+)": .*?(?:Expected a path but (\S+) either|import path string: (\S+)|file loop detected: (\S+))',
-        message,
-    )
-    if component and (base := COMPONENTS.get(component[1])):
-        known = sorted(each.__name__ for each in concrete(base))
-        if component[4]:  # a file that is no class with options is taken for the name of one
-            return f"{component[4]} does not say which {component[1]}: write a class_path; known are {', '.join(known)}"
-        name = component[2] or component[3]
-        return f"unknown {component[1]} {name!r}: known are {', '.join(known)}" + nearest(name, known)
-    if component and component[3]:
-        return f"unknown class {component[3]!r} in {component[1]}: give its dotted path"
-    flag = re.search(r"unrecognized arguments: --([\w.]+)|Subcommand '\w+' does not accept option '([\w.]+)'", message)
-    if flag:
-        return message + nearest(flag[1] or flag[2], options(parser))
-    option = re.search(r"Option '([\w.]+)' is not accepted", message)
-    if option:  # this parser is that of the class whose option it is
-        known = [name for name in options(parser) if name != "help"]
-        return f"unknown option {option[1]!r}: known are {', '.join(known) or 'none'}" + nearest(option[1], known)
-    return message
-
-
-def options(parser: LightningArgumentParser) -> list[str]:
-    """The names of a parser's options, its subcommands' included."""
-    names = []
-    for action in parser._actions:
-        if isinstance(action.choices, dict):
-            names += [name for sub in action.choices.values() for name in options(sub)]
-        else:
-            names.append(action.dest)
-    return names
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """ "; did you mean ...?", or nothing."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def concrete(base: type) -> set[type]:
-    """All classes below `base` that have been imported and can be built."""
-    below = {each for direct in base.__subclasses__() for each in {direct} | concrete(direct)}
-    return {each for each in below if not inspect.isabstract(each)}
+    @rank_zero_only
+    def after_fit(self) -> None:
+        """Let go of the folder."""
+        if not self.config.fit.trainer.fast_dev_run:
+            Path(self.claimed.lock_file).unlink(missing_ok=True)
+            self.claimed.release()
 
 
 def fail(message: str) -> NoReturn:
@@ -286,8 +190,7 @@ def main(args: list[str] | None = None) -> None:
     """Run the command line.
 
     A ValueError raised by this package, or by Lightning, tells the user what to change: it is printed in one line, with
-    exit code 2.
-    Any other exception keeps its traceback.
+    exit code 2. Any other exception keeps its traceback.
     """
     quiet()
     try:

@@ -1,0 +1,86 @@
+"""The folder of a run: its name, its checkpoints, and that no other run disturbs it."""
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from jsonargparse import Namespace
+
+from attnres_lit.checks import class_of
+
+
+def run_name(residual: Namespace) -> str:
+    """The strategy's class, and those of its options that are not the defaults: `BlockAttnRes-num_blocks=4`."""
+    strategy = class_of(residual)
+    defaults = {key: p.default for key, p in inspect.signature(strategy).parameters.items()}
+    options = residual.get("init_args") or Namespace()
+    changed = [f"{key}={value}" for key, value in vars(options).items() if value != defaults.get(key)]
+    return re.sub(r"[^\w=.,-]", "", "-".join([strategy.__name__, *changed]))
+
+
+def substitute(config: Any, folder: str) -> Any:
+    """Every "{run}" in the strings of a config becomes the run's folder."""
+    if isinstance(config, str):
+        return config.replace("{run}", folder)
+    if isinstance(config, Namespace):
+        return Namespace(**{key: substitute(value, folder) for key, value in vars(config).items()})
+    if isinstance(config, list):
+        return [substitute(value, folder) for value in config]
+    return config
+
+
+def find_checkpoint(folder: Path, which: str) -> Path:
+    """A readable checkpoint: `<folder>/checkpoints/<which>.ckpt` for "last" and "best", else the path `which`.
+
+    Raises:
+        ValueError: it does not exist, or cannot be read.
+    """
+    named = which in ("last", "best")
+    path = folder / "checkpoints" / f"{which}.ckpt" if named else Path(which)
+    if named and not path.exists():
+        others = sorted(str(p.parents[1]) for p in folder.parent.glob(f"*/checkpoints/{which}.ckpt"))
+        hint = f"; runs that have one: {', '.join(others)} (choose with --name)" if others else ""
+        raise ValueError(f"--ckpt_path {which}: there is no {path}{hint}")
+    check_readable(path, f"--ckpt_path {which}")
+    return path
+
+
+def check_readable(path: Path, flag: str) -> dict[str, Any]:
+    """Before a run is touched: what the checkpoint holds, without its data. Raises ValueError."""
+    if not path.exists():
+        raise ValueError(f"{flag}: there is no {path}")
+    try:
+        found = torch.load(path, map_location="meta", mmap=True, weights_only=True)
+    except Exception as error:  # whatever it holds, it is not ours
+        raise ValueError(f"{flag}: {path} is not a checkpoint, or it is damaged") from error
+    if not isinstance(found, dict) or not {"state_dict", "pytorch-lightning_version"} <= found.keys():
+        raise ValueError(f"{flag}: {path} is not a checkpoint of Lightning")
+    return found
+
+
+def claim(folder: Path) -> FileLock:
+    """Hold a run's folder until the lock is released, so that no other run moves it aside or writes into it.
+
+    Raises:
+        ValueError: another process trains there.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise ValueError(f"{folder} is the folder of a run that is going on: choose another --name") from None
+    return lock
+
+
+def move_aside(folder: Path) -> Path | None:
+    """Rename an existing run to `<folder>.1`, `.2`, ...: nothing is overwritten. Returns where it went."""
+    if not folder.exists():
+        return None
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    return folder.rename(aside)

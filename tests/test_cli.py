@@ -207,7 +207,7 @@ BLOCK = str(CONFIGS / "block.yaml")
         (["fit", "--config", BLOCK, "--model.config.dim=30"], "dim=30 must be an even multiple of num_heads=4"),
         (
             ["fit", "--config", BLOCK, "--model.residual=BlockAtnRes"],
-            r"known are .*PreNorm; did you mean BlockAttnRes\?",
+            r"known are .*PreNorm.*; did you mean BlockAttnRes\?",
         ),
         (["fit", "--config", BLOCK, "--model.residual.num_blockz=2"], "num_blockz.*known are num_blocks, block_size"),
         (["fit", "--config", BLOCK, "--model.residual.num_blocks=99"], "num_blocks=99 must be between 1 and"),

@@ -43,6 +43,7 @@ def test_block_starts(num_sites, options, starts):
         ({"boundaries": [12]}, "boundaries"),
         ({"boundaries": [2, 2]}, "boundaries"),
         ({"num_heads": 3}, "num_heads=3 must divide dim=16"),
+        ({"eps": -1.0}, "eps=-1.0 must be above 0"),
     ],
 )
 def test_options_that_do_not_fit(options, message):

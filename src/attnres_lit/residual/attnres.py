@@ -55,7 +55,7 @@ class AttnRes(Residual):
         eps: of the norm on keys.
 
     Raises:
-        ValueError: `num_heads` does not divide `dim`; an unknown `two_phase`.
+        ValueError: `num_heads` does not divide `dim`; `eps` not above 0; an unknown `two_phase`.
     """
 
     def __init__(
@@ -70,6 +70,8 @@ class AttnRes(Residual):
         super().__init__(num_sites, dim)
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide dim={dim}")
+        if eps <= 0:
+            raise ValueError(f"eps={eps} must be above 0")
         if two_phase not in ("auto", True, False):
             raise ValueError(f"two_phase={two_phase!r} must be auto, true or false")
         self.num_heads = num_heads

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from attnres_lit.model import Transformer, TransformerConfig, transformer
+from attnres_lit.model import Transformer, TransformerConfig, recompute
 from attnres_lit.residual import BlockAttnRes, PreNorm
 from residual.models import CONFIGS, factory_from_yaml, loss_of, scatter
 
@@ -39,7 +39,7 @@ def test_a_checkpointed_layer_keeps_the_sources_it_starts_from(monkeypatch):
         entered.append((len(sources.done), sources.partial is not None, sources.ahead, sites))
         return function(sources, *sites)
 
-    monkeypatch.setattr(transformer, "checkpoint", spy)
+    monkeypatch.setattr(recompute, "checkpoint", spy)
     build(partial(BlockAttnRes, block_size=3), True)(TOKENS)
     assert entered == [(1, False, (), (0, 1)), (1, True, (), (2, 3)), (2, True, (), (4, 5))]
     entered.clear()

@@ -1,20 +1,17 @@
 """The network: tokens -> embed -> open -> [ read -> sublayer -> write ] x sites -> exit -> norm -> head."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from attnres_lit.model.attention import Attention, Rotary
 from attnres_lit.model.config import TransformerConfig
 from attnres_lit.model.init import initialize
 from attnres_lit.model.mlp import MLP
 from attnres_lit.model.norm import RMSNorm
-from attnres_lit.model.recompute import Forget
+from attnres_lit.model.recompute import Again, Recompute
 from attnres_lit.model.sublayer import Sublayer
 from attnres_lit.ops import Backend, check_backend
 from attnres_lit.residual.base import Residual, Sources
@@ -42,16 +39,14 @@ class Transformer(nn.Module):
         config: TransformerConfig,
         residual: ResidualFactory,
         fp32_residual: bool = False,
-        checkpoint_activations: Literal["read"] | bool = False,
+        checkpoint_activations: Again = False,
         depth_backend: Backend = "auto",
     ) -> None:
         super().__init__()
-        if checkpoint_activations not in ("read", True, False):
-            raise ValueError(f"checkpoint_activations={checkpoint_activations!r} must be read, true or false")
         check_backend(depth_backend)
         self.config = config
         self.fp32_residual = fp32_residual
-        self.checkpoint_activations = checkpoint_activations
+        self.recompute = Recompute(checkpoint_activations)
 
         def norm() -> RMSNorm:
             return RMSNorm(config.dim, eps=config.norm_eps)
@@ -77,28 +72,17 @@ class Transformer(nn.Module):
         """Tokens `(B, T)` int64 to logits `(B, T, V)`."""
         sources = self.residual.open(self.embed(tokens))
         for _, layer in groupby(map(int, self.sublayers), lambda site: site // 2):
-            sources = self.run(sources, *layer)
+            sources = self.recompute.layer(self.run, sources, *layer)
         return self.head(self.norm(self.residual.exit(sources)))
 
     def run(self, sources: Sources, *sites: int) -> Sources:
-        """Read, sublayer, write at each of the sites, normally those of one layer; the unit of checkpointing."""
-        if self.checkpoint_activations is True and torch.is_grad_enabled():
-            sources = Sources(sources.done, sources.partial)  # what is ahead is cheaper to compute again than to keep
-            return checkpoint(self._run, sources, *sites, use_reentrant=False, preserve_rng_state=False)
-        return self._run(sources, *sites)
-
-    def _run(self, sources: Sources, *sites: int) -> Sources:
+        """Read, sublayer, write at each of the sites."""
         for site in sites:
             h, note = self.residual.read(sources, site)
-            with self._forget(h, sources, site):
+            with self.recompute.read(h, lambda sources=sources, site=site: self.residual.read(sources, site)[0]):
                 output = self.sublayers[str(site)](h)
             sources = self.residual.write(sources, output, site, note)
         return sources
-
-    def _forget(self, h: Tensor, sources: Sources, site: int) -> AbstractContextManager[object]:
-        if self.checkpoint_activations != "read" or not torch.is_grad_enabled():
-            return nullcontext()
-        return Forget(h, lambda: self.residual.read(sources, site)[0])
 
     def embed(self, tokens: Tensor) -> Tensor:
         """`(B, T)` to `(B, T, D)`, in the one dtype that all sources then have.

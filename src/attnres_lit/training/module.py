@@ -1,7 +1,7 @@
 """The LightningModule: a language model, its loss, its optimizer and its checkpoints."""
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from attnres_lit.model import ResidualFactory, Transformer, TransformerConfig
+from attnres_lit.model.recompute import Again
 from attnres_lit.ops import Backend
 from attnres_lit.residual import BlockAttnRes
 from attnres_lit.training.checkpoint import check_resume, warm_start
@@ -48,7 +49,7 @@ class LanguageModel(LightningModule):
         optim: OptimConfig = OptimConfig(),  # noqa: B008 - frozen
         compile: bool = False,
         fp32_residual: bool = False,
-        checkpoint_activations: Literal["read"] | bool = False,
+        checkpoint_activations: Again = False,
         depth_backend: Backend = "auto",
         init_from: str | None = None,
     ) -> None:

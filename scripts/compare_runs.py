@@ -17,6 +17,8 @@ COLOURS = ("#333333", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e
 
 def read(run: Path, metric: str) -> dict[int, float]:
     """`{step: value}` of a run; a resumed run's later log wins."""
+    if not run.is_dir():
+        sys.exit(f"error: there is no run {run}")
     values: dict[int, float] = {}
     for log in sorted(run.glob("csv/version_*/metrics.csv"), key=lambda path: int(path.parent.name.split("_")[1])):
         with open(log) as file:
@@ -50,9 +52,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders; the first is the base of the differences")
     parser.add_argument("--metric", default="val/bpb")
-    parser.add_argument("--out", type=Path, default=Path("comparison.png"))
+    parser.add_argument("--out", type=Path, default=Path("runs/comparison.png"))
     args = parser.parse_args()
     curves = {run.name: read(run, args.metric) for run in args.runs}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     draw(curves, args.metric).savefig(args.out)
     base = next(iter(curves.values()))
     print(f"| run | steps | {args.metric} | difference |\n|---|---|---|---|")

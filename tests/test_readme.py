@@ -3,6 +3,7 @@
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import types
 from functools import partial
@@ -34,8 +35,10 @@ SMALL = [
 def test_every_command_works_as_written_one_after_the_other(tmp_path_factory, monkeypatch, capsys):
     """From the root of a copy of the repository; sizes are the only thing that is added."""
     root = tmp_path_factory.mktemp("clone")
-    shutil.copytree(ROOT / "configs", root / "configs")
-    shutil.copy(ROOT / "README.md", root)
+    for folder in ("configs", "src"):
+        shutil.copytree(ROOT / folder, root / folder)
+    for page in ("README.md", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / page, root)
     monkeypatch.chdir(root)
     monkeypatch.setattr(sys, "argv", ["attnres_lit"])
     assert len(COMMANDS) >= 10
@@ -56,6 +59,17 @@ def test_names_only_files_that_exist():
         path = path[0] or path[1]
         if "rezero" not in path:
             assert (ROOT / path).exists(), path
+
+
+def test_the_sixth_strategy_is_lint_clean(tmp_path):
+    source = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert source
+    (tmp_path / "rezero.py").write_text(source[1])
+    config = f"--config={ROOT / 'pyproject.toml'}"
+    ruff = [sys.executable, "-m", "ruff"]
+    for check in ([*ruff, "check", config, "rezero.py"], [*ruff, "format", "--check", config, "rezero.py"]):
+        done = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
 
 
 def test_is_short():

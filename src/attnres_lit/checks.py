@@ -66,6 +66,8 @@ def explain(message: str, parser: ArgumentParser) -> str:
         if component[4]:  # a file that is no class with options is taken for the name of one
             return f"{component[4]} does not say which {component[1]}: write a class_path; known are {', '.join(known)}"
         name = component[2] or component[3]
+        if name.endswith((".yaml", ".yml")):
+            return f"{component[1]}: there is no file {name}"
         return f"unknown {component[1]} {name!r}: known are {', '.join(known)}" + nearest(name, known)
     if component and component[3]:
         return f"unknown class {component[3]!r} in {component[1]}: give its dotted path"
@@ -92,8 +94,9 @@ def options(parser: ArgumentParser) -> list[str]:
 
 def nearest(name: str, known: list[str]) -> str:
     """ "; did you mean ...?", or nothing."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
+    by_lower = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    return f"; did you mean {by_lower[near[0]]}?" if near else ""
 
 
 def concrete(base: type) -> set[type]:

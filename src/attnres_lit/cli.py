@@ -106,6 +106,8 @@ class CLI(LightningCLI):
         """Find the run's folder, and the checkpoint that "last" and "best" stand for."""
         config = self.config[self.config.subcommand]
         check_config(config, self._parser(self.config.subcommand).get_defaults())
+        if self.config.subcommand == "fit" and config.trainer.default_root_dir is None:
+            raise ValueError("no config says how to train: start from one, for example --config configs/block.yaml")
         self.folder = Path(config.runs_dir) / (config.name or run_name(config.model.residual))
         torch.set_num_threads(config.num_threads)
         if self.config.subcommand != "prepare":

@@ -115,7 +115,9 @@ class CLI(LightningCLI):
         if self.config.subcommand != "fit":
             config.trainer.logger = False  # the curves of the run stay those of its training
         if config.get("ckpt_path") is not None:
-            config.ckpt_path = str(find_checkpoint(self.folder, config.ckpt_path))
+            path = find_checkpoint(self.folder, config.ckpt_path)
+            self.checkpoint = check_readable(path, f"--ckpt_path {config.ckpt_path}")
+            config.ckpt_path = str(path)
         elif config.model.init_from:
             check_readable(Path(config.model.init_from), "--model.init_from")
 
@@ -139,9 +141,8 @@ class CLI(LightningCLI):
         """Refuse what is known not to work; then a fresh run moves an older one of the same name aside."""
         config = self.config.fit
         if config.ckpt_path is not None:
-            found = check_readable(Path(config.ckpt_path), "--ckpt_path")
-            check_resume(found, self.model.hparams, self.model.state_dict())
-            if not {"optimizer_states", "lr_schedulers", "loops"} <= found.keys():
+            check_resume(self.checkpoint, self.model.hparams, self.model.state_dict())
+            if not {"optimizer_states", "lr_schedulers", "loops"} <= self.checkpoint.keys():
                 raise ValueError(f"{config.ckpt_path} holds weights alone: start a new run with --model.init_from")
         else:
             self.datamodule.prepare_data()

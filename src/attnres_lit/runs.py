@@ -1,6 +1,5 @@
 """The folder of a run: its name, its checkpoints, and that no other run disturbs it."""
 
-import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,14 @@ from filelock import FileLock, Timeout
 from jsonargparse import Namespace
 
 from attnres_lit.checks import class_of
+from attnres_lit.training.hparams import defaults
 
 
 def run_name(residual: Namespace) -> str:
     """The strategy's class, and those of its options that are not the defaults: `BlockAttnRes-num_blocks=4`."""
     strategy = class_of(residual)
-    defaults = {key: p.default for key, p in inspect.signature(strategy).parameters.items()}
-    options = residual.get("init_args") or Namespace()
-    changed = [f"{key}={value}" for key, value in vars(options).items() if value != defaults.get(key)]
+    usual, options = defaults(strategy), residual.get("init_args") or Namespace()
+    changed = [f"{key}={value}" for key, value in vars(options).items() if value != usual.get(key)]
     return re.sub(r"[^\w=.,-]", "", "-".join([strategy.__name__, *changed]))
 
 
@@ -33,10 +32,10 @@ def substitute(config: Any, folder: str) -> Any:
 
 
 def find_checkpoint(folder: Path, which: str) -> Path:
-    """A readable checkpoint: `<folder>/checkpoints/<which>.ckpt` for "last" and "best", else the path `which`.
+    """The path of a checkpoint: `<folder>/checkpoints/<which>.ckpt` for "last" and "best", else `which`.
 
     Raises:
-        ValueError: it does not exist, or cannot be read.
+        ValueError: the run has no such checkpoint; the message names the runs that have one.
     """
     named = which in ("last", "best")
     path = folder / "checkpoints" / f"{which}.ckpt" if named else Path(which)
@@ -44,7 +43,6 @@ def find_checkpoint(folder: Path, which: str) -> Path:
         others = sorted(str(p.parents[1]) for p in folder.parent.glob(f"*/checkpoints/{which}.ckpt"))
         hint = f"; runs that have one: {', '.join(others)} (choose with --name)" if others else ""
         raise ValueError(f"--ckpt_path {which}: there is no {path}{hint}")
-    check_readable(path, f"--ckpt_path {which}")
     return path
 
 

@@ -59,3 +59,8 @@ class TransformerConfig:
     def num_sites(self) -> int:
         """Sublayers of the model, two a layer."""
         return 2 * self.num_layers
+
+    @property
+    def mlp_dim(self) -> int:
+        """Width inside the MLP."""
+        return self.hidden_dim or -(-self.dim // 3) * 8

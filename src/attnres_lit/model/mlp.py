@@ -11,7 +11,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        hidden_dim = config.hidden_dim or -(-config.dim // 3) * 8
+        hidden_dim = config.mlp_dim
         self.gate_proj = nn.Linear(config.dim, hidden_dim, bias=False)
         self.up_proj = nn.Linear(config.dim, hidden_dim, bias=False)
         self.down_proj = nn.Linear(hidden_dim, config.dim, bias=False)

@@ -1,0 +1,21 @@
+"""Floating-point operations of the forward pass, by part; a multiply and an add count as two.
+
+Matrix products alone: norms, rotations, activations and the residual's own reads are left out, as is usual. The
+backward pass costs twice the forward.
+"""
+
+from attnres_lit.model.config import TransformerConfig
+
+
+def site_flops(config: TransformerConfig, tokens: int) -> list[float]:
+    """FLOPs per token of every sublayer, in sequences of `tokens`; causal attention sees half of them on average."""
+    kv_dim = config.dim // config.num_heads * (config.num_kv_heads or config.num_heads)
+    projections = 2 * config.dim * (2 * config.dim + 2 * kv_dim)
+    scores = 2 * config.dim * (tokens + 1)  # q.k and weights.v, (tokens + 1) / 2 keys each
+    mlp = 2 * 3 * config.dim * config.mlp_dim
+    return [projections + scores, float(mlp)] * config.num_layers
+
+
+def head_flops(config: TransformerConfig) -> float:
+    """FLOPs per token of the head; the embedding is a lookup and costs none."""
+    return 2.0 * config.dim * config.vocab_size

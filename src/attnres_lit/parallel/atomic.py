@@ -15,12 +15,12 @@ REST, INDEX = "meta.pt", ".metadata"  # in a folder, beside the shards: what is 
 
 def beside(path: Path) -> Path:
     """Where a checkpoint is written before it takes its name."""
-    return path.with_name(f"{path.name}.tmp")
+    return path.parent / f"{path.name}.tmp"
 
 
 def aside(path: Path) -> Path:
     """Where the old checkpoint is while a new one takes its name."""
-    return path.with_name(f"{path.name}.old")
+    return path.parent / f"{path.name}.old"
 
 
 def complete(path: Path) -> bool:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from attnres_lit.parallel.atomic import remove
 from attnres_lit.parallel.checkpoint import describe, held_elsewhere, read_optimizers, read_weights, write
+from attnres_lit.parallel.together import together
 
 Base = ParallelStrategy if TYPE_CHECKING else object  # what it is mixed into
 
@@ -58,7 +59,8 @@ class ShardedCheckpoint(Base):
         """
         assert self.lightning_module is not None
         self._restored_from = self.broadcast(str(checkpoint_path))
-        checkpoint = describe(self._restored_from)
+        checkpoint: dict[str, Any] = {}
+        together(lambda: checkpoint.update(describe(self._restored_from)))
         elsewhere = held_elsewhere(self.lightning_module.state_dict())
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k not in elsewhere}
         return checkpoint

@@ -198,7 +198,7 @@ class Stored:
             raise ValueError(f"{self.path} is damaged: a shard of it cannot be read") from error
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Lightning's checkpoint with these tensors, by their keys, in their places. Raises ValueError if one has none."""
+        """Lightning's checkpoint with these tensors, by their keys, in their places. Raises ValueError."""
         weights, owners = {}, {}
         for saved in self.rest.get("optimizer_states", ()):
             owners |= {name: (saved["state"], number) for name, number in numbers(saved["param_groups"]).items()}

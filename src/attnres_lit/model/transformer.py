@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from attnres_lit.model.attention import Attention, Rotary
 from attnres_lit.model.config import TransformerConfig
-from attnres_lit.model.init import initialize
+from attnres_lit.model.init import draw_seed, initialize
 from attnres_lit.model.mlp import MLP
 from attnres_lit.model.norm import RMSNorm
 from attnres_lit.model.recompute import Again, Recompute
@@ -21,6 +21,9 @@ ResidualFactory = Callable[[int, int], Residual]
 
 class Transformer(nn.Module):
     """A Llama-style decoder around any residual strategy.
+
+    Initial values are drawn from torch's global generator. Built under `torch.device("meta")`, the model has none until
+    `init.materialize` gives it, or what a process keeps of it, the same ones.
 
     Args:
         config: sizes.
@@ -44,6 +47,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         check_backend(depth_backend)
+        self.seed = draw_seed()  # of all initial values, see `init.py`
         self.config = config
         self.fp32_residual = fp32_residual
         self.recompute = Recompute(checkpoint_activations)
@@ -66,7 +70,7 @@ class Transformer(nn.Module):
         self.residual.recomputed = bool(checkpoint_activations)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
-        initialize(self, config.num_sites)
+        initialize(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens `(B, T)` int64 to logits `(B, T, V)`."""

@@ -75,9 +75,14 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens `(B, T)` int64 to logits `(B, T, V)`."""
         sources = self.residual.open(self.embed(tokens))
+        sources = self.layers(sources)
+        return self.head(self.norm(self.residual.exit(sources)))
+
+    def layers(self, sources: Sources) -> Sources:
+        """All sublayers that live here, layer by layer."""
         for _, layer in groupby(map(int, self.sublayers), lambda site: site // 2):
             sources = self.recompute.layer(self.run, sources, *layer)
-        return self.head(self.norm(self.residual.exit(sources)))
+        return sources
 
     def run(self, sources: Sources, *sites: int) -> Sources:
         """Read, sublayer, write at each of the sites."""
@@ -96,8 +101,10 @@ class Transformer(nn.Module):
         """
         if tokens.shape[-1] > self.config.max_seq_len:
             raise ValueError(f"{tokens.shape[-1]} tokens exceed max_seq_len={self.config.max_seq_len}")
-        x = self.embedding(tokens)
-        device = x.device.type
-        if self.fp32_residual or not torch.is_autocast_enabled(device):
-            return x
-        return x.to(torch.get_autocast_dtype(device))
+        return self.embedding(tokens).to(self.source_dtype(tokens.device))
+
+    def source_dtype(self, device: torch.device) -> torch.dtype:
+        """The dtype of all sources: that of the parameters, or what autocast computes in."""
+        if self.fp32_residual or not torch.is_autocast_enabled(device.type):
+            return next(self.parameters()).dtype
+        return torch.get_autocast_dtype(device.type)

@@ -88,7 +88,7 @@ class LanguageModel(LightningModule):
         """Initial values for a model built on meta; compiled sublayers, in place, names unchanged; sharded parameters.
 
         Raises:
-            ValueError: the strategy would split the inside of layers; a precision that does not go with sharding.
+            ValueError: the strategy would split the inside of layers.
         """
         if isinstance(self.model, FSDPModule):
             return
@@ -104,8 +104,6 @@ class LanguageModel(LightningModule):
         """Over the data-parallel ranks of a ModelParallelStrategy."""
         if (split := mesh["tensor_parallel"].size()) > 1:
             raise ValueError(f"tensor_parallel_size={split}: layers are not split here, set it to 1")
-        if self.trainer.precision == "16-mixed":
-            raise ValueError("precision=16-mixed does not go with sharded parameters: use bf16-mixed")
         self.model.seed = self.trainer.strategy.broadcast(self.model.seed)  # every rank draws what it keeps
         param_dtype = torch.bfloat16 if self.trainer.precision == "bf16-mixed" else None
         shard(self.model, mesh["data_parallel"], param_dtype=param_dtype, compile=self.compiled)

@@ -20,8 +20,8 @@ from attnres_lit.training.module import LanguageModel
 class DepthWeights(Callback):
     """Draws `depth/weights` at every validation: sites x sources, the exit as the last row.
 
-    Weights are means over the tokens and heads of the first validation batch. Only TensorBoard takes the image; with
-    another logger, or a strategy without depth attention, nothing happens.
+    Weights are means over the tokens and heads of the first validation batch of the logging process. Only TensorBoard
+    takes the image; with another logger, or a strategy without depth attention, nothing happens.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,8 @@ class DepthWeights(Callback):
         assert isinstance(pl_module, LanguageModel)
         residual = pl_module.model.residual
         has_weights = type(residual).weights is not Residual.weights
-        if batch_idx == 0 and has_weights and not trainer.sanity_checking and _tensorboards(trainer):
+        wanted = trainer.is_global_zero and not trainer.sanity_checking and _tensorboards(trainer)
+        if batch_idx == 0 and has_weights and wanted:
             self.rows = self.recording.enter_context(record(residual))
 
     def on_validation_batch_end(

@@ -1,10 +1,10 @@
 """The LightningModule: a language model, its loss, its optimizer and its checkpoints."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -12,12 +12,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from attnres_lit.model import ResidualFactory, Transformer, TransformerConfig
+from attnres_lit.model.loss import Reduction, next_token_nats
 from attnres_lit.model.recompute import Again
 from attnres_lit.ops import Backend
 from attnres_lit.residual import BlockAttnRes
 from attnres_lit.training.checkpoint import check_resume, warm_start
 from attnres_lit.training.hparams import INSTANTIATOR, describe, plain
 from attnres_lit.training.optim import OptimConfig
+
+Run = Callable[[Tensor, Tensor, Reduction], Tensor]  # tokens and targets `(B, T)` to nats
 
 
 class LanguageModel(LightningModule):
@@ -70,6 +73,7 @@ class LanguageModel(LightningModule):
         self.optim = optim
         self.compiled = compile
         self.init_from = init_from
+        self.run: Run = self._run_whole  # a pipeline puts its own in place
         self.model = Transformer(config, residual, fp32_residual, checkpoint_activations, depth_backend)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -82,12 +86,12 @@ class LanguageModel(LightningModule):
             for sublayer in self.model.sublayers.values():
                 sublayer.compile()
 
-    def nats(self, batch: Tensor, reduction: str) -> Tensor:
+    def nats(self, batch: Tensor, reduction: Reduction) -> Tensor:
         """Cross entropy of the next tokens of `(B, T + 1)`, in fp32: their mean, sum, or, with "none", `(B, T)`."""
-        logits = self(batch[:, :-1])
-        targets = batch[:, 1:]
-        nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
-        return nats.view_as(targets) if reduction == "none" else nats
+        return self.run(batch[:, :-1], batch[:, 1:], reduction)
+
+    def _run_whole(self, tokens: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
+        return next_token_nats(self(tokens), targets, reduction)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """The mean loss, nats per token."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from attnres_lit.model import Transformer
 
@@ -62,7 +63,8 @@ def warm_start(model: Transformer, path: str, asked: Mapping[str, Any]) -> None:
         ValueError: the file is missing or is not a checkpoint; its weights do not fit.
     """
     weights, same_strategy = fitting_weights(model, path, asked)
-    model.load_state_dict(weights, strict=False)
+    everywhere = StateDictOptions(full_state_dict=True, strict=False)  # also where the model is sharded
+    set_model_state_dict(model, weights, options=everywhere)  # pyrefly: ignore[bad-argument-type]
     rest = "" if same_strategy else f"; {architecture(asked)['model.residual']} starts fresh"
     rank_zero_info(f"Starting from the weights of {path}, at step 0{rest}.")
 

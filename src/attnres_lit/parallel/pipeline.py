@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from attnres_lit.model import Transformer
 from attnres_lit.model.init import materialize
 from attnres_lit.parallel.block_cache import BlockCache
+from attnres_lit.parallel.fsdp import shard
 from attnres_lit.parallel.gradients import total_norm
 from attnres_lit.parallel.schedule import Pipeline
 from attnres_lit.parallel.settings import Cache, PipelineSettings, check_pipeline
@@ -116,13 +117,20 @@ class PipelineStrategy(ModelParallelStrategy):
         model.residual.split_backward = self.schedule == "InterleavedZeroBubble"
         mine = range(dist.get_rank(group), layout.num_stages, layout.num_ranks)
         stages = [Stage(model, layout, index, self.cache, self.precision_plugin.forward_context) for index in mine]
+        model.seed = self.broadcast(model.seed)
+        replicas = self.device_mesh["data_parallel"]
         for stage in stages:
             materialize(stage.model)
             stage.to(self.root_device)
+            for parameter in stage.parameters():  # with a seed, the same on all replicas already
+                dist.broadcast(parameter.detach(), group=replicas.get_group(), group_src=0)
+            if self.fully_shard:
+                dtype = torch.bfloat16 if trainer.precision == "bf16-mixed" else None
+                shard(stage.model, replicas, root=stage, param_dtype=dtype, reshard_after_forward=False)
+            if compile:
+                for sublayer in stage.model.sublayers.values():
+                    sublayer.compile()
         hold(model, stages)
-        if compile:
-            for sublayer in model.sublayers.values():
-                sublayer.compile()
         self.pipeline = Pipeline(stages, self.schedule, self.num_microbatches, self.root_device, group)
         self.lightning_module.run = self.pipeline.run
         if not any(isinstance(each, BlockCacheCallback) for each in trainer.callbacks):

@@ -9,7 +9,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -98,8 +97,9 @@ class LanguageModel(LightningModule):
         if self.configured:
             return
         self.configured = True
-        if hasattr(self.trainer.strategy, "distribute"):
-            self.trainer.strategy.distribute(self.model, self.compiled)
+        strategy = getattr(self._trainer, "strategy", None)
+        if hasattr(strategy, "distribute"):
+            strategy.distribute(self.model, self.compiled)
             return
         if self.device_mesh is not None:
             self._shard(self.device_mesh)

@@ -77,7 +77,7 @@ class Pipeline:
         return result
 
     def bytes_without_cache(self, batch: Size) -> int:
-        """What this rank would send for a batch `(B, T)`, forward and backward, if all Sources crossed every boundary."""
+        """What this rank would send for a batch `(B, T)`, forward and backward, if boundaries carried all Sources."""
         return 2 * batch.numel() * sum(stage.bytes_without_cache for stage in self.stages)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -98,18 +98,14 @@ class Pipeline:
         )
 
     def _stage(self, stage: Stage, shape: Size) -> "CountedStage":
-        """The shapes of all boundaries are given: otherwise every change between training and validation runs the
-        model to learn them.
-        """  # fmt: skip
+        """With the shapes of what crosses its boundaries: left to find them out, torch would run the model for it."""
+        options = {"dtype": stage.dtype, "device": "meta", "requires_grad": True}
 
-        def example(numbers: Any) -> tuple[Tensor, ...]:
-            shapes = (shape + stage.layout.depth.shapes[number] for number in numbers)
-            return tuple(torch.empty(s, dtype=stage.dtype, device="meta", requires_grad=True) for s in shapes)
+        def example(numbers: tuple[int, ...]) -> tuple[Tensor, ...]:
+            return tuple(torch.empty(shape + stage.layout.depth.shapes[number], **options) for number in numbers)
 
         tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-        logits = torch.empty(
-            *shape, stage.model.config.vocab_size, dtype=stage.dtype, device="meta", requires_grad=True
-        )
+        logits = torch.empty(*shape, stage.model.config.vocab_size, **options)
         return CountedStage(
             stage,
             stage.index,

@@ -20,7 +20,6 @@ class Pipeline:
         stages: of this rank, in order.
         schedule: its name in torch.distributed.pipelining.
         num_microbatches: M, into which every batch is split.
-        dtype: of the sources that cross boundaries.
         device: of this rank.
         group: the ranks of the pipeline, in order.
     """
@@ -30,24 +29,17 @@ class Pipeline:
         stages: list[Stage],
         schedule: str,
         num_microbatches: int,
-        dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
         self.stages = stages
         self.schedule = get_schedule_class(schedule)
         self.num_microbatches = num_microbatches
-        self.dtype = dtype
         self.device = device
         self.group = group
         self.accumulated = 1  # batches whose mean one optimizer step takes
         self.bytes_sent = 0  # by this rank, forward and backward, since it was last set to 0
         self._driver = cache(self._build)
-
-    @property
-    def bytes_without_cache(self) -> int:
-        """What this rank would send for a batch of the shape run last if it sent all Sources, forward and backward."""
-        return self.num_microbatches * sum(stage.bytes_without_cache for stage in self.stages)
 
     def run(self, tokens: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
         """Nats of a batch, the same on every rank of the pipeline. Where gradients are enabled, theirs are added up.
@@ -84,6 +76,10 @@ class Pipeline:
         dist.broadcast(result, group=self.group, group_src=dist.get_world_size(self.group) - 1)
         return result
 
+    def bytes_without_cache(self, batch: Size) -> int:
+        """What this rank would send for a batch `(B, T)`, forward and backward, if boundaries carried all Sources."""
+        return 2 * batch.numel() * sum(stage.bytes_without_cache for stage in self.stages)
+
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The share that a microbatch has in the mean; without gradients, the nats of its tokens."""
         if not torch.is_grad_enabled():
@@ -102,16 +98,14 @@ class Pipeline:
         )
 
     def _stage(self, stage: Stage, shape: Size) -> "CountedStage":
-        """The shapes of all boundaries are given: otherwise every change between training and validation runs the
-        model to learn them.
-        """  # fmt: skip
+        """With the shapes of what crosses its boundaries: left to find them out, torch would run the model for it."""
+        options = {"dtype": stage.dtype, "device": "meta", "requires_grad": True}
 
-        def example(numbers: Any) -> tuple[Tensor, ...]:
-            shapes = (shape + stage.layout.depth.shapes[number] for number in numbers)
-            return tuple(torch.empty(s, dtype=self.dtype, device="meta", requires_grad=True) for s in shapes)
+        def example(numbers: tuple[int, ...]) -> tuple[Tensor, ...]:
+            return tuple(torch.empty(shape + stage.layout.depth.shapes[number], **options) for number in numbers)
 
         tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-        logits = torch.empty(*shape, stage.model.config.vocab_size, dtype=self.dtype, device="meta", requires_grad=True)
+        logits = torch.empty(*shape, stage.model.config.vocab_size, **options)
         return CountedStage(
             stage,
             stage.index,

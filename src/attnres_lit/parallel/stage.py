@@ -1,6 +1,7 @@
 """One stage of a pipeline: some sites of the model, and what crosses its boundaries."""
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from attnres_lit.model import Transformer, TransformerConfig
 from attnres_lit.parallel.block_cache import BlockCache, Keep, Take
 from attnres_lit.parallel.depth import Cut, Depth, trace
 from attnres_lit.parallel.partition import partition
-from attnres_lit.parallel.settings import Cache, uses_cache
+from attnres_lit.parallel.settings import PipelineSettings, uses_cache
 from attnres_lit.parallel.traffic import Traffic, traffic
 from attnres_lit.residual.base import Residual, Sources
 
@@ -39,14 +40,20 @@ class Layout(NamedTuple):
         sites = [*self.sites[stage], *([len(self.depth.uses) - 1] if stage == self.num_stages - 1 else [])]
         return frozenset().union(*(self.depth.uses[site] for site in sites))
 
+    def shared_parameters(self) -> dict[str, int]:
+        """The residual's parameters that several stages use, and the first rank that has each."""
+        users: dict[str, list[int]] = defaultdict(list)
+        for stage in range(self.num_stages):
+            for name in self.parameters(stage):
+                users[name].append(stage)
+        return {name: min(s % self.num_ranks for s in stages) for name, stages in users.items() if len(stages) > 1}
+
 
 def cut_model(
     config: TransformerConfig,
     residual: Residual,
     tokens: int,
-    num_ranks: int,
-    virtual_stages: int,
-    cache_blocks: Cache = "auto",
+    asked: PipelineSettings,
     split_points: Sequence[int] | None = None,
 ) -> Layout:
     """Decide on the stages.
@@ -55,18 +62,16 @@ def cut_model(
         config: sizes of the model.
         residual: the strategy, with the values of all its parameters.
         tokens: length of a sequence.
-        num_ranks: P, ranks of the pipeline.
-        virtual_stages: V, stages on each of them.
-        cache_blocks: whether ranks keep the sources they have seen; "auto": where that saves anything.
+        asked: the pipeline.
         split_points: first sites of all stages but the first; None balances them.
 
     Raises:
         ValueError: as `partition` and `uses_cache`.
     """
-    depth = trace(residual)
-    sites = partition(config, depth.cuts, num_ranks * virtual_stages, tokens, split_points)
+    depth, num_ranks = trace(residual), asked.pipeline_parallel_size
+    sites = partition(config, depth.cuts, asked.num_stages, tokens, split_points)
     boundaries = [depth.cuts[each.start] for each in sites[1:]]
-    cache = uses_cache(cache_blocks, boundaries, num_ranks)
+    cache = uses_cache(asked.cache_blocks, boundaries, num_ranks)
     return Layout(depth, sites, traffic(boundaries, num_ranks, cache), num_ranks)
 
 
@@ -120,6 +125,18 @@ class Stage(nn.Module):
                 return model.head(model.norm(model.residual.exit(sources)))
             return self._hand_over(self.cut_out, sources, at)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the sources."""
+        with self.precision():
+            return self.model.source_dtype(next(self.parameters()).device)
+
+    @property
+    def bytes_without_cache(self) -> int:
+        """Of all Sources at the stage's end, per token."""
+        sources = () if self.cut_out is None else self.cut_out.tensors
+        return sum(self.layout.depth.shapes[number].numel() for number in sources) * self.dtype.itemsize
+
     def _gather(self, cut: Cut, tensors: tuple[Tensor, ...], microbatch: int) -> Sources:
         """The Sources that were cut, out of what was received and what the rank has."""
         received, cached = self.traffic.received, self.traffic.cached
@@ -161,6 +178,20 @@ def part(model: Transformer, sites: range, parameters: frozenset[str], is_first:
     for name in absent:
         mine._modules[name] = None
     return mine
+
+
+def hold(model: Transformer, stages: Sequence[Stage]) -> None:
+    """Let go of everything in `model` that no stage of this rank uses; what is left keeps its name."""
+    sites = {key for stage in stages for key in stage.model.sublayers}
+    for key in set(model.sublayers) - sites:
+        del model.sublayers[key]
+    for name in ("embedding", "norm", "head"):
+        if all(stage.model._modules[name] is None for stage in stages):
+            model._modules[name] = None
+    used = {name: p for stage in stages for name, p in stage.model.residual.named_parameters()}
+    for name in [name for name, _ in model.residual.named_parameters()]:
+        owner, _, last = name.rpartition(".")
+        model.residual.get_submodule(owner)._parameters[last] = used.get(name)
 
 
 def _with_parameters(module: Any, names: frozenset[str], prefix: str = "") -> Any:

@@ -1,20 +1,20 @@
 """The LightningModule: a language model, its loss, its optimizer and its checkpoints."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from attnres_lit.model import ResidualFactory, Transformer, TransformerConfig
 from attnres_lit.model.init import materialize
+from attnres_lit.model.loss import Reduction, next_token_nats
 from attnres_lit.model.recompute import Again
 from attnres_lit.ops import Backend
 from attnres_lit.parallel.fsdp import shard
@@ -23,6 +23,8 @@ from attnres_lit.residual import BlockAttnRes
 from attnres_lit.training.checkpoint import check_resume, warm_start
 from attnres_lit.training.hparams import INSTANTIATOR, describe, plain
 from attnres_lit.training.optim import OptimConfig
+
+Run = Callable[[Tensor, Tensor, Reduction], Tensor]  # tokens and targets `(B, T)` to nats
 
 
 class LanguageModel(LightningModule):
@@ -78,6 +80,8 @@ class LanguageModel(LightningModule):
         self.optim = optim
         self.compiled = compile
         self.init_from = init_from
+        self.configured = False
+        self.run: Run = self._run_whole  # a pipeline puts its own in place
         self.model = Transformer(config, residual, fp32_residual, checkpoint_activations, depth_backend)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -90,7 +94,12 @@ class LanguageModel(LightningModule):
         Raises:
             ValueError: the strategy would split the inside of layers.
         """
-        if isinstance(self.model, FSDPModule):
+        if self.configured:
+            return
+        self.configured = True
+        strategy = getattr(self._trainer, "strategy", None)
+        if hasattr(strategy, "distribute"):
+            strategy.distribute(self.model, self.compiled)
             return
         if self.device_mesh is not None:
             self._shard(self.device_mesh)
@@ -108,12 +117,12 @@ class LanguageModel(LightningModule):
         param_dtype = torch.bfloat16 if self.trainer.precision == "bf16-mixed" else None
         shard(self.model, mesh["data_parallel"], param_dtype=param_dtype, compile=self.compiled)
 
-    def nats(self, batch: Tensor, reduction: str) -> Tensor:
+    def nats(self, batch: Tensor, reduction: Reduction) -> Tensor:
         """Cross entropy of the next tokens of `(B, T + 1)`, in fp32: their mean, sum, or, with "none", `(B, T)`."""
-        logits = self(batch[:, :-1])
-        targets = batch[:, 1:]
-        nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
-        return nats.view_as(targets) if reduction == "none" else nats
+        return self.run(batch[:, :-1], batch[:, 1:], reduction)
+
+    def _run_whole(self, tokens: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
+        return next_token_nats(self(tokens), targets, reduction)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """The mean loss, nats per token."""

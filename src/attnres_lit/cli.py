@@ -1,4 +1,4 @@
-"""The command line: `python -m attnres_lit {fit,validate,test,predict,prepare} --config ...`.
+"""The command line: `python -m attnres_lit {fit,validate,test,predict,prepare,plan} --config ...`.
 
 LightningCLI, with what a run needs around it: a fixed folder per run, `--ckpt_path last`, and errors of one line.
 """
@@ -8,6 +8,7 @@ import re
 import sys
 import traceback
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import attnres_lit
 from attnres_lit.checks import check_config, explain
 from attnres_lit.data.datamodule import TokenDataModule
+from attnres_lit.planning import Planner, without_devices
 from attnres_lit.runs import check_readable, claim, find_checkpoint, move_aside, run_name, substitute
 from attnres_lit.training.checkpoint import check_resume, fitting_weights
 from attnres_lit.training.module import LanguageModel
@@ -33,8 +35,8 @@ TURNED_OFF_BY = {  # Lightning refuses these flags, or leaves them without effec
 }
 
 
-class Trainer(pl.Trainer):
-    """Lightning's Trainer, and a subcommand that prepares data."""
+class Trainer(Planner, pl.Trainer):
+    """Lightning's Trainer, and subcommands that prepare data and plan a run."""
 
     def prepare(self, model: LanguageModel, datamodule: TokenDataModule) -> None:
         """Tokenise the corpus into shards, unless they are there already; needs no accelerator."""
@@ -84,8 +86,8 @@ class CLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Lightning's, and `prepare`."""
-        return LightningCLI.subcommands() | {"prepare": {"model", "datamodule"}}
+        """Lightning's, `prepare` and `plan`."""
+        return LightningCLI.subcommands() | {name: {"model", "datamodule"} for name in ("prepare", "plan")}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Where a run lives, and what the model learns from the data."""
@@ -110,7 +112,9 @@ class CLI(LightningCLI):
             raise ValueError("no config says how to train: start from one, for example --config configs/block.yaml")
         self.folder = Path(config.runs_dir) / (config.name or run_name(config.model.residual))
         torch.set_num_threads(config.num_threads)
-        if self.config.subcommand != "prepare":
+        if self.config.subcommand == "plan":
+            without_devices(config)
+        elif self.config.subcommand != "prepare":
             config.weights_only = True
         if self.config.subcommand != "fit":
             config.trainer.logger = False  # the curves of the run stay those of its training
@@ -125,7 +129,8 @@ class CLI(LightningCLI):
         """With the run's folder in place of "{run}", which the saved config keeps: it may run under another name."""
         config = self.config[self.config.subcommand]
         asked, config.trainer = config.trainer, substitute(config.trainer, str(self.folder))
-        super().instantiate_classes()
+        with torch.device("meta") if self.config.subcommand == "plan" else nullcontext():  # any size can be planned
+            super().instantiate_classes()
         config.trainer = asked
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:

@@ -15,14 +15,17 @@ from typing import Any, NoReturn
 import lightning
 import lightning.pytorch as pl
 import torch
+from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import attnres_lit
-from attnres_lit.checks import check_config, explain
+from attnres_lit.checks import check_config, class_of, explain
 from attnres_lit.data.datamodule import TokenDataModule
+from attnres_lit.parallel import PipelineStrategy
 from attnres_lit.planning import Planner, without_devices
 from attnres_lit.runs import check_readable, claim, find_checkpoint, move_aside, run_name, substitute
 from attnres_lit.training.checkpoint import check_resume, fitting_weights
@@ -129,9 +132,14 @@ class CLI(LightningCLI):
         """With the run's folder in place of "{run}", which the saved config keeps: it may run under another name."""
         config = self.config[self.config.subcommand]
         asked, config.trainer = config.trainer, substitute(config.trainer, str(self.folder))
-        with torch.device("meta") if self.config.subcommand == "plan" else nullcontext():  # any size can be planned
+        in_parts = isinstance(asked.strategy, Namespace) and issubclass(class_of(asked.strategy), ModelParallelStrategy)
+        # no process need have room for the whole model
+        with torch.device("meta") if in_parts or self.config.subcommand == "plan" else nullcontext():
             super().instantiate_classes()
         config.trainer = asked
+        if isinstance(self.trainer.strategy, PipelineStrategy):
+            data, model = self.datamodule, self.model
+            self.trainer.strategy.cut(model.model, data.seq_len, data.batch_size, model.compiled)
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Without the callbacks that a flag turns off."""

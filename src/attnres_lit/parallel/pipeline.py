@@ -141,7 +141,7 @@ class PipelineStrategy(ModelParallelStrategy):
                 shard(stage.model, replicas, root=stage, param_dtype=dtype, reshard_after_forward=False)
         hold(model, stages)
         self.pipeline = Pipeline(stages, self.schedule, self.num_microbatches, self.root_device, group)
-        self.module.run = self.pipeline.run
+        self.module.runner = self.pipeline
         if not any(isinstance(each, BlockCacheCallback) for each in trainer.callbacks):
             trainer.callbacks.append(BlockCacheCallback())
 

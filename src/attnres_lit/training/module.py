@@ -1,7 +1,6 @@
 """The LightningModule: a language model, its loss, its optimizer and its checkpoints."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +13,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from attnres_lit.model import ResidualFactory, Transformer, TransformerConfig
 from attnres_lit.model.init import materialize
-from attnres_lit.model.loss import Reduction, next_token_nats
+from attnres_lit.model.loss import Reduction
 from attnres_lit.model.recompute import Again
+from attnres_lit.model.runner import Runner, WholeModel
 from attnres_lit.ops import Backend
 from attnres_lit.parallel.fsdp import shard
 from attnres_lit.parallel.gradients import clip, total_norm
@@ -23,8 +23,6 @@ from attnres_lit.residual import BlockAttnRes
 from attnres_lit.training.checkpoint import check_resume, warm_start
 from attnres_lit.training.hparams import INSTANTIATOR, describe, plain
 from attnres_lit.training.optim import OptimConfig
-
-Run = Callable[[Tensor, Tensor, Reduction], Tensor]  # tokens and targets `(B, T)` to nats
 
 
 class LanguageModel(LightningModule):
@@ -81,8 +79,8 @@ class LanguageModel(LightningModule):
         self.compiled = compile
         self.init_from = init_from
         self.configured = False
-        self.run: Run = self._run_whole  # a pipeline puts its own in place
         self.model = Transformer(config, residual, fp32_residual, checkpoint_activations, depth_backend)
+        self.runner: Runner = WholeModel(self.model)  # a pipeline puts itself in its place
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens `(B, T)` int64 to logits `(B, T, V)`."""
@@ -119,10 +117,7 @@ class LanguageModel(LightningModule):
 
     def nats(self, batch: Tensor, reduction: Reduction) -> Tensor:
         """Cross entropy of the next tokens of `(B, T + 1)`, in fp32: their mean, sum, or, with "none", `(B, T)`."""
-        return self.run(batch[:, :-1], batch[:, 1:], reduction)
-
-    def _run_whole(self, tokens: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
-        return next_token_nats(self(tokens), targets, reduction)
+        return self.runner.run(batch[:, :-1], batch[:, 1:], reduction)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """The mean loss, nats per token."""

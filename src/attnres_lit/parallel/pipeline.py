@@ -19,10 +19,11 @@ from attnres_lit.parallel.fsdp import shard
 from attnres_lit.parallel.gradients import average, total_norm
 from attnres_lit.parallel.schedule import Pipeline
 from attnres_lit.parallel.settings import Cache, PipelineSettings, check_pipeline
+from attnres_lit.parallel.sharded import ShardedCheckpoint
 from attnres_lit.parallel.stage import Layout, Stage, cut_model, hold
 
 
-class PipelineStrategy(ModelParallelStrategy):
+class PipelineStrategy(ShardedCheckpoint, ModelParallelStrategy):
     """Stages of the model on several processes, and replicas of the pipeline on the rest.
 
     The ranks of a pipeline read the same batches, split into `num_microbatches` equal parts; replicas read different

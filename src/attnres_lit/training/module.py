@@ -19,10 +19,11 @@ from attnres_lit.model.runner import Runner, WholeModel
 from attnres_lit.ops import Backend
 from attnres_lit.parallel.fsdp import shard
 from attnres_lit.parallel.gradients import clip, total_norm
+from attnres_lit.parallel.optimizer_state import add_names, group_names
 from attnres_lit.residual import BlockAttnRes
 from attnres_lit.training.checkpoint import check_resume, warm_start
 from attnres_lit.training.hparams import INSTANTIATOR, describe, plain
-from attnres_lit.training.optim import OptimConfig
+from attnres_lit.training.optim import OptimConfig, restore_by_name
 
 
 class LanguageModel(LightningModule):
@@ -162,6 +163,7 @@ class LanguageModel(LightningModule):
             )
         # a fused step would unscale fp16 gradients itself, after they are clipped
         optimizer, scheduler = self.optim.build(self.model, fused=self.trainer.precision != "16-mixed")
+        restore_by_name(optimizer, self)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def configure_gradient_clipping(
@@ -197,6 +199,12 @@ class LanguageModel(LightningModule):
             metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
             for logger in self.loggers:
                 logger.log_metrics(metrics, step=0)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Name the parameters in the state of the optimizer, for a run that holds only a part of them."""
+        for saved, optimizer in zip(checkpoint.get("optimizer_states", ()), self.trainer.optimizers, strict=False):
+            if saved:  # a sharded strategy leaves it empty, and names them itself
+                add_names(saved, group_names(optimizer, self))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another architecture. Raises ValueError."""

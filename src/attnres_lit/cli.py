@@ -14,13 +14,15 @@ from typing import Any, NoReturn
 import lightning
 import lightning.pytorch as pl
 import torch
+from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import attnres_lit
-from attnres_lit.checks import check_config, explain
+from attnres_lit.checks import check_config, class_of, explain
 from attnres_lit.data.datamodule import TokenDataModule
 from attnres_lit.runs import check_readable, claim, find_checkpoint, move_aside, run_name, substitute
 from attnres_lit.training.checkpoint import check_resume, fitting_weights
@@ -31,6 +33,7 @@ TURNED_OFF_BY = {  # Lightning refuses these flags, or leaves them without effec
     "enable_checkpointing": pl.callbacks.Checkpoint,
     "enable_model_summary": pl.callbacks.ModelSummary,
 }
+SHARDING = (ModelParallelStrategy,)  # strategies under which no process holds the whole model
 
 
 class Trainer(pl.Trainer):
@@ -125,6 +128,9 @@ class CLI(LightningCLI):
         """With the run's folder in place of "{run}", which the saved config keeps: it may run under another name."""
         config = self.config[self.config.subcommand]
         asked, config.trainer = config.trainer, substitute(config.trainer, str(self.folder))
+        strategy = config.trainer.strategy
+        if isinstance(strategy, Namespace) and issubclass(class_of(strategy), SHARDING):
+            self.parser.add_instantiator(without_values, LanguageModel, prepend=True)  # pyrefly: ignore[deprecated]
         super().instantiate_classes()
         config.trainer = asked
 
@@ -166,6 +172,12 @@ class CLI(LightningCLI):
         if not self.config.fit.trainer.fast_dev_run:
             Path(self.claimed.lock_file).unlink(missing_ok=True)
             self.claimed.release()
+
+
+def without_values(model_class: type[LanguageModel], *args: Any, **kwargs: Any) -> LanguageModel:
+    """Build the model on meta: its strategy makes the part that a process keeps."""
+    with torch.device("meta"):
+        return model_class(*args, **kwargs)
 
 
 def fail(message: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The command line: `python -m attnres_lit {fit,validate,test,predict,prepare} --config ...`.
+"""The command line: `python -m attnres_lit {fit,validate,test,predict,prepare,plan} --config ...`.
 
 LightningCLI, with what a run needs around it: a fixed folder per run, `--ckpt_path last`, and errors of one line.
 """
@@ -24,6 +24,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import attnres_lit
 from attnres_lit.checks import check_config, class_of, explain
 from attnres_lit.data.datamodule import TokenDataModule
+from attnres_lit.parallel import PipelineStrategy
+from attnres_lit.planning import Planner, without_devices
 from attnres_lit.runs import check_readable, claim, find_checkpoint, move_aside, run_name, substitute
 from attnres_lit.training.checkpoint import check_resume, fitting_weights
 from attnres_lit.training.module import LanguageModel
@@ -33,11 +35,10 @@ TURNED_OFF_BY = {  # Lightning refuses these flags, or leaves them without effec
     "enable_checkpointing": pl.callbacks.Checkpoint,
     "enable_model_summary": pl.callbacks.ModelSummary,
 }
-SHARDING = (ModelParallelStrategy,)  # strategies under which no process holds the whole model
 
 
-class Trainer(pl.Trainer):
-    """Lightning's Trainer, and a subcommand that prepares data."""
+class Trainer(Planner, pl.Trainer):
+    """Lightning's Trainer, and subcommands that prepare data and plan a run."""
 
     def prepare(self, model: LanguageModel, datamodule: TokenDataModule) -> None:
         """Tokenise the corpus into shards, unless they are there already; needs no accelerator."""
@@ -87,8 +88,8 @@ class CLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Lightning's, and `prepare`."""
-        return LightningCLI.subcommands() | {"prepare": {"model", "datamodule"}}
+        """Lightning's, `prepare` and `plan`."""
+        return LightningCLI.subcommands() | {name: {"model", "datamodule"} for name in ("prepare", "plan")}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Where a run lives, and what the model learns from the data."""
@@ -113,7 +114,9 @@ class CLI(LightningCLI):
             raise ValueError("no config says how to train: start from one, for example --config configs/block.yaml")
         self.folder = Path(config.runs_dir) / (config.name or run_name(config.model.residual))
         torch.set_num_threads(config.num_threads)
-        if self.config.subcommand != "prepare":
+        if self.config.subcommand == "plan":
+            without_devices(config)
+        elif self.config.subcommand != "prepare":
             config.weights_only = True
         if self.config.subcommand != "fit":
             config.trainer.logger = False  # the curves of the run stay those of its training
@@ -128,8 +131,7 @@ class CLI(LightningCLI):
         """With the run's folder in place of "{run}", which the saved config keeps: it may run under another name."""
         config = self.config[self.config.subcommand]
         asked, config.trainer = config.trainer, substitute(config.trainer, str(self.folder))
-        strategy = config.trainer.strategy
-        if isinstance(strategy, Namespace) and issubclass(class_of(strategy), SHARDING):
+        if self.config.subcommand == "plan" or holds_parts(config.trainer.strategy):  # any size can be planned
             self.parser.add_instantiator(without_values, LanguageModel, prepend=True)  # pyrefly: ignore[deprecated]
         super().instantiate_classes()
         config.trainer = asked
@@ -172,6 +174,11 @@ class CLI(LightningCLI):
         if not self.config.fit.trainer.fast_dev_run:
             Path(self.claimed.lock_file).unlink(missing_ok=True)
             self.claimed.release()
+
+
+def holds_parts(strategy: Any) -> bool:
+    """Whether no process holds the whole model under a strategy, as parsed."""
+    return isinstance(strategy, Namespace) and issubclass(class_of(strategy), ModelParallelStrategy | PipelineStrategy)
 
 
 def without_values(model_class: type[LanguageModel], *args: Any, **kwargs: Any) -> LanguageModel:

@@ -8,7 +8,6 @@ import re
 import sys
 import traceback
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -141,10 +140,9 @@ class CLI(LightningCLI):
         """With the run's folder in place of "{run}", which the saved config keeps: it may run under another name."""
         config = self.config[self.config.subcommand]
         asked, config.trainer = config.trainer, substitute(config.trainer, str(self.folder))
-        in_parts = isinstance(asked.strategy, Namespace) and issubclass(class_of(asked.strategy), ModelParallelStrategy)
-        # no process need have room for the whole model
-        with torch.device("meta") if in_parts or self.config.subcommand == "plan" else nullcontext():
-            super().instantiate_classes()
+        if self.config.subcommand == "plan" or holds_parts(config.trainer.strategy):  # any size can be planned
+            self.parser.add_instantiator(without_values, LanguageModel, prepend=True)  # pyrefly: ignore[deprecated]
+        super().instantiate_classes()
         config.trainer = asked
         if isinstance(self.trainer.strategy, PipelineStrategy):
             data, model = self.datamodule, self.model
@@ -201,6 +199,17 @@ def consolidate_parser() -> Parser:
     parser.add_argument("out", type=str, help="The file: for a run on one device, validate, predict and sharing.")
     parser.add_argument("--overwrite", action="store_true", help="Replace the file if it is there.")
     return parser
+
+
+def holds_parts(strategy: Any) -> bool:
+    """Whether no process holds the whole model under a strategy, as parsed."""
+    return isinstance(strategy, Namespace) and issubclass(class_of(strategy), ModelParallelStrategy)
+
+
+def without_values(model_class: type[LanguageModel], *args: Any, **kwargs: Any) -> LanguageModel:
+    """Build the model on meta: its strategy makes the part that a process keeps."""
+    with torch.device("meta"):
+        return model_class(*args, **kwargs)
 
 
 def fail(message: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The command line: `python -m attnres_lit {fit,validate,test,predict,prepare} --config ...`, and `consolidate`.
+"""The command line: `python -m attnres_lit {fit,validate,test,predict,prepare,plan} --config ...`, and `consolidate`.
 
 LightningCLI, with what a run needs around it: a fixed folder per run, `--ckpt_path last`, and errors of one line.
 """
@@ -14,16 +14,20 @@ from typing import Any, NoReturn
 import lightning
 import lightning.pytorch as pl
 import torch
+from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import attnres_lit
-from attnres_lit.checks import check_config, explain
+from attnres_lit.checks import check_config, class_of, explain
 from attnres_lit.data.datamodule import TokenDataModule
+from attnres_lit.parallel import PipelineStrategy
 from attnres_lit.parallel.checkpoint import consolidate
+from attnres_lit.planning import Planner, without_devices
 from attnres_lit.runs import check_readable, claim, find_checkpoint, move_aside, run_name, substitute
 from attnres_lit.training.checkpoint import check_resume, check_warm_start
 from attnres_lit.training.checkpoint_io import CheckpointFiles
@@ -36,8 +40,8 @@ TURNED_OFF_BY = {  # Lightning refuses these flags, or leaves them without effec
 }
 
 
-class Trainer(pl.Trainer):
-    """Lightning's Trainer, and a subcommand that prepares data."""
+class Trainer(Planner, pl.Trainer):
+    """Lightning's Trainer, and subcommands that prepare data and plan a run."""
 
     def prepare(self, model: LanguageModel, datamodule: TokenDataModule) -> None:
         """Tokenise the corpus into shards, unless they are there already; needs no accelerator."""
@@ -93,8 +97,8 @@ class CLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Lightning's, and `prepare`."""
-        return LightningCLI.subcommands() | {"prepare": {"model", "datamodule"}}
+        """Lightning's, `prepare` and `plan`."""
+        return LightningCLI.subcommands() | {name: {"model", "datamodule"} for name in ("prepare", "plan")}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Where a run lives, and what the model learns from the data."""
@@ -119,7 +123,9 @@ class CLI(LightningCLI):
             raise ValueError("no config says how to train: start from one, for example --config configs/block.yaml")
         self.folder = Path(config.runs_dir) / (config.name or run_name(config.model.residual))
         torch.set_num_threads(config.num_threads)
-        if self.config.subcommand != "prepare":
+        if self.config.subcommand == "plan":
+            without_devices(config)
+        elif self.config.subcommand != "prepare":
             config.weights_only = True
         if self.config.subcommand != "fit":
             config.trainer.logger = False  # the curves of the run stay those of its training
@@ -134,8 +140,13 @@ class CLI(LightningCLI):
         """With the run's folder in place of "{run}", which the saved config keeps: it may run under another name."""
         config = self.config[self.config.subcommand]
         asked, config.trainer = config.trainer, substitute(config.trainer, str(self.folder))
+        if self.config.subcommand == "plan" or holds_parts(config.trainer.strategy):  # any size can be planned
+            self.parser.add_instantiator(without_values, LanguageModel, prepend=True)  # pyrefly: ignore[deprecated]
         super().instantiate_classes()
         config.trainer = asked
+        if isinstance(self.trainer.strategy, PipelineStrategy):
+            data, model = self.datamodule, self.model
+            self.trainer.strategy.cut(model.model, data.seq_len, data.batch_size, model.compiled)
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Without the callbacks that a flag turns off; a checkpoint file is replaced as a whole."""
@@ -188,6 +199,17 @@ def consolidate_parser() -> Parser:
     parser.add_argument("out", type=str, help="The file: for a run on one device, validate, predict and sharing.")
     parser.add_argument("--overwrite", action="store_true", help="Replace the file if it is there.")
     return parser
+
+
+def holds_parts(strategy: Any) -> bool:
+    """Whether no process holds the whole model under a strategy, as parsed."""
+    return isinstance(strategy, Namespace) and issubclass(class_of(strategy), ModelParallelStrategy)
+
+
+def without_values(model_class: type[LanguageModel], *args: Any, **kwargs: Any) -> LanguageModel:
+    """Build the model on meta: its strategy makes the part that a process keeps."""
+    with torch.device("meta"):
+        return model_class(*args, **kwargs)
 
 
 def fail(message: str) -> NoReturn:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from attnres_lit.model.init import initialize
+from attnres_lit.model.init import initialize, materialize
 from attnres_lit.residual import PreNorm, Sources
 from residual.models import CONFIGS, build, factory_from_yaml, loss_of, scatter
 from residual.reference import REFERENCES, reference_logits
@@ -136,10 +136,8 @@ def test_survives_a_state_dict_round_trip_and_meta(factory, tokens):
     model = scatter(build(factory))
     with torch.device("meta"):
         copy = build(factory)
-    copy, fresh = copy.to_empty(device="cpu"), build(factory)
-    for each in (copy, fresh):
-        torch.manual_seed(7)
-        initialize(each, each.config.num_sites)
+    materialize(copy)
+    initialize(fresh := build(factory))
     assert all(torch.equal(p, fresh.get_parameter(name)) for name, p in copy.named_parameters())
     copy.load_state_dict(model.state_dict())
     assert torch.equal(copy(tokens), model(tokens))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from attnres_lit.model.attention import Attention, Rotary
 from attnres_lit.model.config import TransformerConfig
-from attnres_lit.model.init import initialize
+from attnres_lit.model.init import draw_seed, initialize
 from attnres_lit.model.mlp import MLP
 from attnres_lit.model.norm import RMSNorm
 from attnres_lit.model.recompute import Again, Recompute
@@ -21,6 +21,9 @@ ResidualFactory = Callable[[int, int], Residual]
 
 class Transformer(nn.Module):
     """A Llama-style decoder around any residual strategy.
+
+    Initial values are drawn from torch's global generator. Built under `torch.device("meta")`, the model has none until
+    `init.materialize` gives it, or what a process keeps of it, the same ones.
 
     Args:
         config: sizes.
@@ -44,6 +47,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         check_backend(depth_backend)
+        self.seed = draw_seed()  # of all initial values, see `init.py`
         self.config = config
         self.fp32_residual = fp32_residual
         self.recompute = Recompute(checkpoint_activations)
@@ -66,14 +70,19 @@ class Transformer(nn.Module):
         self.residual.recomputed = bool(checkpoint_activations)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
-        initialize(self, config.num_sites)
+        initialize(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens `(B, T)` int64 to logits `(B, T, V)`."""
         sources = self.residual.open(self.embed(tokens))
+        sources = self.layers(sources)
+        return self.head(self.norm(self.residual.exit(sources)))
+
+    def layers(self, sources: Sources) -> Sources:
+        """All sublayers that live here, layer by layer."""
         for _, layer in groupby(map(int, self.sublayers), lambda site: site // 2):
             sources = self.recompute.layer(self.run, sources, *layer)
-        return self.head(self.norm(self.residual.exit(sources)))
+        return sources
 
     def run(self, sources: Sources, *sites: int) -> Sources:
         """Read, sublayer, write at each of the sites."""
@@ -92,8 +101,10 @@ class Transformer(nn.Module):
         """
         if tokens.shape[-1] > self.config.max_seq_len:
             raise ValueError(f"{tokens.shape[-1]} tokens exceed max_seq_len={self.config.max_seq_len}")
-        x = self.embedding(tokens)
-        device = x.device.type
-        if self.fp32_residual or not torch.is_autocast_enabled(device):
-            return x
-        return x.to(torch.get_autocast_dtype(device))
+        return self.embedding(tokens).to(self.source_dtype(tokens.device))
+
+    def source_dtype(self, device: torch.device) -> torch.dtype:
+        """The dtype of all sources: that of the parameters, or what autocast computes in."""
+        if self.fp32_residual or not torch.is_autocast_enabled(device.type):
+            return next(self.parameters()).dtype
+        return torch.get_autocast_dtype(device.type)

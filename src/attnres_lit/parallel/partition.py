@@ -1,5 +1,6 @@
 """Where a pipeline is cut: consecutive sites of about equal cost for every stage."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -7,7 +8,7 @@ from attnres_lit.model.config import TransformerConfig
 from attnres_lit.model.flops import head_flops, site_flops
 from attnres_lit.parallel.depth import Cut
 
-SLACK = 0.05  # a stage may cost this much more than the best balance, for a cut where a block closes
+SLACK = 0.01  # a stage may cost this much more than the best balance, for a cut that sends no partial
 
 
 def partition(
@@ -33,8 +34,8 @@ def partition(
     num_sites = config.num_sites
     if num_stages > num_sites:
         raise ValueError(
-            f"{num_stages} pipeline stages need at least as many sites, num_layers={config.num_layers} has {num_sites}: "
-            "use fewer stages or more layers"
+            f"{num_stages} pipeline stages need at least as many sites, num_layers={config.num_layers} has "
+            f"{num_sites}: use fewer stages or more layers"
         )
     if split_points is None:
         split_points = balanced(costs(config, tokens), [_is_within_block(cut) for cut in cuts], num_stages)
@@ -66,19 +67,30 @@ def balanced(costs: Sequence[float], within_block: Sequence[bool], num_stages: i
     """
     total = [0.0, *accumulate(costs)]  # total[i]: of the sites before i
     cap = _least_bottleneck(costs, num_stages) * (1 + SLACK)
-    # best[i]: (blocks cut, sum of squared costs, starts) for the sites before i in so many stages
-    best: dict[int, tuple[int, float, tuple[int, ...]]] = {0: (0, 0.0, ())}
-    for _ in range(num_stages):
-        longer: dict[int, tuple[int, float, tuple[int, ...]]] = {}
-        for start, (blocks, squares, starts) in best.items():
-            for stop in range(start + 1, len(costs) + 1):
+    # best[i]: (blocks cut, sum of squared costs, start of the last stage) for the sites before i, in so many stages
+    best: dict[int, tuple[int, float, int]] = {0: (0, 0.0, 0)}
+    history = []
+    for left in reversed(range(num_stages)):
+        longer: dict[int, tuple[int, float, int]] = {}
+        # each of the stages left takes a site at least, and costs the cap at most
+        stops = range(
+            bisect_left(total, total[-1] - (left + 1e-6) * cap) if left else len(costs), len(costs) - left + 1
+        )
+        for start, (blocks, squares, _) in best.items():
+            blocks += start > 0 and within_block[start]
+            for stop in range(max(start + 1, stops.start), stops.stop):
                 cost = total[stop] - total[start]
                 if cost > cap:
                     break
-                found = (blocks + (start > 0 and within_block[start]), squares + cost**2, (*starts, start))
-                longer[stop] = min(longer.get(stop, found), found)
-        best = longer
-    return list(best[len(costs)][2][1:])
+                found = (blocks, squares + cost**2, start)
+                if stop not in longer or found < longer[stop]:
+                    longer[stop] = found
+        history.append(best := longer)
+    starts, stop = [], len(costs)
+    for each in reversed(history):
+        stop = each[stop][2]
+        starts.append(stop)
+    return starts[-2::-1]
 
 
 def _least_bottleneck(costs: Sequence[float], num_stages: int) -> float:

@@ -157,6 +157,8 @@ class AttnRes(Residual):
         return tuple(chain(*inter_block_reads(values, queries, gains, rstd=rstd, **self._options)))
 
     def _in_two_phases(self, values: Sequence[Tensor]) -> bool:
+        if self.split_backward:  # torch frees the graph of a weight's part, and phase 1 belongs to several of them
+            return False
         if self.two_phase != "auto":
             return bool(self.two_phase)
         large = values[0].numel() >= TWO_PHASE_FROM and not self.recomputed

@@ -44,6 +44,7 @@ class Residual(nn.Module, ABC):
     starts_as_prenorm = False  # whether the initial values make the model compute what PreNorm would
     depth_backend: Backend = "auto"  # of depth attention, where a strategy has it; set by the model
     recomputed: bool = False  # whether backward computes reads again, which leaves nothing ahead; set by the model
+    split_backward: bool = False  # whether backward may run in two parts, inputs then weights; set by a pipeline
 
     def __init__(self, num_sites: int, dim: int) -> None:
         super().__init__()

@@ -4,16 +4,21 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from attnres_lit.model import ResidualFactory, Transformer, TransformerConfig
+from attnres_lit.model.init import materialize
+from attnres_lit.model.loss import Reduction
 from attnres_lit.model.recompute import Again
+from attnres_lit.model.runner import Runner, WholeModel
 from attnres_lit.ops import Backend
+from attnres_lit.parallel.fsdp import shard
+from attnres_lit.parallel.gradients import clip, total_norm
 from attnres_lit.parallel.optimizer_state import add_names, group_names
 from attnres_lit.residual import BlockAttnRes
 from attnres_lit.training.checkpoint import check_resume, warm_start
@@ -25,6 +30,9 @@ class LanguageModel(LightningModule):
     """A Transformer that learns to predict the next token.
 
     Batches are int64 `(B, T + 1)`: the model reads the first T tokens of a row and is asked for the last T.
+
+    Built under `torch.device("meta")`, it holds no values until `configure_model`; no process then ever holds more of
+    a sharded model than its shards and one layer.
 
     Args:
         config: sizes of the Transformer.
@@ -71,24 +79,46 @@ class LanguageModel(LightningModule):
         self.optim = optim
         self.compiled = compile
         self.init_from = init_from
+        self.configured = False
         self.model = Transformer(config, residual, fp32_residual, checkpoint_activations, depth_backend)
+        self.runner: Runner = WholeModel(self.model)  # a pipeline puts itself in its place
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens `(B, T)` int64 to logits `(B, T, V)`."""
         return self.model(tokens)
 
     def configure_model(self) -> None:
-        """Compile the sublayers in place: one graph per kind, whatever the depth and the residual, names unchanged."""
-        if self.compiled:
+        """Initial values for a model built on meta; compiled sublayers, in place, names unchanged; sharded parameters.
+
+        Raises:
+            ValueError: the strategy would split the inside of layers.
+        """
+        if self.configured:
+            return
+        self.configured = True
+        strategy = getattr(self._trainer, "strategy", None)
+        if hasattr(strategy, "distribute"):
+            strategy.distribute(self.model, self.compiled)
+            return
+        if self.device_mesh is not None:
+            self._shard(self.device_mesh)
+            return
+        materialize(self.model)
+        if self.compiled:  # one graph per kind, whatever the depth and the residual
             for sublayer in self.model.sublayers.values():
                 sublayer.compile()
 
-    def nats(self, batch: Tensor, reduction: str) -> Tensor:
+    def _shard(self, mesh: DeviceMesh) -> None:
+        """Over the data-parallel ranks of a ModelParallelStrategy."""
+        if (split := mesh["tensor_parallel"].size()) > 1:
+            raise ValueError(f"tensor_parallel_size={split}: layers are not split here, set it to 1")
+        self.model.seed = self.trainer.strategy.broadcast(self.model.seed)  # every rank draws what it keeps
+        param_dtype = torch.bfloat16 if self.trainer.precision == "bf16-mixed" else None
+        shard(self.model, mesh["data_parallel"], param_dtype=param_dtype, compile=self.compiled)
+
+    def nats(self, batch: Tensor, reduction: Reduction) -> Tensor:
         """Cross entropy of the next tokens of `(B, T + 1)`, in fp32: their mean, sum, or, with "none", `(B, T)`."""
-        logits = self(batch[:, :-1])
-        targets = batch[:, 1:]
-        nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
-        return nats.view_as(targets) if reduction == "none" else nats
+        return self.runner.run(batch[:, :-1], batch[:, 1:], reduction)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """The mean loss, nats per token."""
@@ -143,13 +173,14 @@ class LanguageModel(LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip, and log the learning rate and the global gradient norm before clipping."""
-        parameters = [p for p in self.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        parameters = list(self.parameters())
+        norm_of = getattr(self.trainer.strategy, "total_norm", total_norm)  # a strategy may spread them over stages
+        norm = norm_of(parameters)
         self.log_dict({"lr": optimizer.param_groups[0]["lr"], "grad_norm": norm})
         if gradient_clip_algorithm == "value":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         elif gradient_clip_val:
-            nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
+            clip(parameters, gradient_clip_val, norm)
 
     def on_train_start(self) -> None:
         """Start from `init_from`; otherwise, after a resume, the optimizer's settings are those of this run."""

@@ -122,13 +122,13 @@ def restore_by_name(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def parameter_groups(model: Transformer, weight_decay: float) -> list[dict[str, Any]]:
-    """All parameters of a model in two groups, the decayed one first.
+    """All parameters of a model, or of what a pipeline stage keeps of it, in two groups, the decayed one first.
 
     Decayed are the matrices of the sublayers and the head, and what the residual declares in `decayed_parameters`. Not
     decayed are the embedding (also where the head shares it), all norms, and the rest of the residual.
     """
     residual = set(model.residual.parameters())
-    embedding: set[nn.Parameter] = set(model.embedding.parameters())
+    embedding: set[nn.Parameter] = set() if model.embedding is None else set(model.embedding.parameters())
     matrices = {p for p in model.parameters() if p.dim() > 1} - residual - embedding
     declared = set(model.residual.decayed_parameters())
     assert declared <= residual, "a residual may declare only parameters of its own"

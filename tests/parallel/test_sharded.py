@@ -1,41 +1,35 @@
-"""The strategies' side of sharded checkpoints: runs of Lightning that are broken off and continued elsewhere."""
+"""Runs under Lightning that are broken off, and continued in any layout of processes."""
 
+import os
 import shutil
+import sys
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from lightning.pytorch.strategies import DDPStrategy
 
 from attnres_lit import PreNorm
 from attnres_lit.parallel.checkpoint import describe, read_full
-from attnres_lit.parallel.sharded import ShardedCheckpoint
+from attnres_lit.parallel.pipeline import PipelineStrategy
+from attnres_lit.parallel.sharded import FullyShardedStrategy
+from attnres_lit.parallel.storage import numbers
 from attnres_lit.training.callbacks import LastCheckpoint
 from attnres_lit.training.checkpoint_io import CheckpointFiles
 from parallel.world import RankFailed, on_ranks
-from training.tiny import Tokens, tiny_module, tiny_trainer
+from training.tiny import TOKENS, Tokens, tiny_module, tiny_trainer
 
 STEPS = 4
-
-
-class Strategy(ShardedCheckpoint, ModelParallelStrategy):
-    """FSDP2, but for the sharding itself."""
-
-
-def sharded(module):
-    """Have a module shard itself when Lightning asks for it."""
-
-    def configure_model():
-        if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-            mesh = module.device_mesh["data_parallel"]
-            for sublayer in module.model.sublayers.values():
-                fully_shard(sublayer, mesh=mesh)
-            fully_shard(module.model, mesh=mesh)
-
-    module.configure_model = configure_model
-    return module
+FILES = ("one", "ddp")  # the others write folders
+ORDER = ("params", "param_names", "fused")  # in which a layout happens to have its parameters
+LAYOUTS = {
+    "one": (1, lambda: "auto"),
+    "ddp": (2, DDPStrategy),
+    "fsdp": (2, FullyShardedStrategy),
+    "pipeline": (2, lambda: PipelineStrategy(num_microbatches=2, schedule="Interleaved1F1B", virtual_stages=2)),
+    "hybrid": (4, lambda: PipelineStrategy(pipeline_parallel_size=2, num_microbatches=2, fully_shard=True)),
+}  # processes and strategy
 
 
 class Losses(LastCheckpoint):
@@ -60,31 +54,30 @@ class Losses(LastCheckpoint):
 
 
 def run(layout, folder, steps, ckpt=None, **options):
-    """Every process reads the same batches. Returns losses and learning rates by step, and where the data continued."""
+    """Every process reads the same batches. Returns losses and learning rates by step."""
     callback, data = Losses(folder), Tokens()
+    data.seq_len = TOKENS
     if ckpt is not None:
         data.taken = describe(ckpt)["global_step"]
-    module = tiny_module(**options)
-    strategy = {
-        "one": lambda: "auto",
-        "ddp": DDPStrategy,
-        "fsdp": lambda: Strategy(data_parallel_size=2, tensor_parallel_size=1),
-    }[layout]()
-    if layout == "fsdp":
-        sharded(module)
+    devices, strategy = LAYOUTS[layout]
     trainer = tiny_trainer(
         folder,
         max_steps=steps,
-        devices=1 if layout == "one" else 2,
-        strategy=strategy,
+        devices=devices,
+        strategy=strategy(),
         callbacks=callback,
         enable_checkpointing=True,
         use_distributed_sampler=False,
-        plugins=[] if layout == "fsdp" else [CheckpointFiles()],
+        plugins=[CheckpointFiles()] if layout in FILES else [],
     )
-    trainer.fit(module, data, ckpt_path=ckpt)
+    trainer.fit(tiny_module(**options), data, ckpt_path=ckpt)
     assert ckpt is None or callback.seen == data.taken
     return callback.losses, callback.rates
+
+
+def on(layout, *args, **options):
+    """`run` on as many processes as the layout has."""
+    return on_ranks(LAYOUTS[layout][0], run, layout, *args, **options)
 
 
 @pytest.fixture(scope="module")
@@ -92,37 +85,48 @@ def runs(tmp_path_factory):
     """Of each layout: the folder of a run that was broken off half way; and what a whole run says."""
     folder = tmp_path_factory.mktemp("runs")
     whole = run("one", folder / "whole", 2 * STEPS)
-    for layout, size in {"one": 1, "ddp": 2, "fsdp": 2}.items():
-        on_ranks(size, run, layout, folder / layout, STEPS)
+    for layout in LAYOUTS:
+        on(layout, folder / layout, STEPS)
     return folder, whole
 
 
-def test_files_and_folders(runs):
-    folder, _ = runs
-    kinds = {layout: (folder / layout / "last.ckpt").is_file() for layout in ("one", "ddp", "fsdp")}
-    assert kinds == {"one": True, "ddp": True, "fsdp": False}
-    rest = torch.load(folder / "fsdp/last.ckpt/meta.pt", weights_only=True)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_checkpoint_whoever_writes_it(layout, runs):
+    """Names, shapes, settings and progress; values but for the order of sums."""
+    path = runs[0] / layout / "last.ckpt"
+    assert path.is_file() == (layout in FILES)
+    one, found = read_full(runs[0] / "one/last.ckpt"), read_full(path)
+    assert one.keys() == found.keys()
+    for key in ("epoch", "global_step", "hyper_parameters", "loops", "lr_schedulers", "callbacks"):
+        assert one[key] == found[key]
+    assert one["state_dict"].keys() == found["state_dict"].keys()
+    (a,), (b,) = (each["optimizer_states"] for each in (one, found))
+    for saved, its in zip(a["param_groups"], b["param_groups"], strict=True):
+        assert set(saved["param_names"]) == set(its["param_names"])
+        assert {k: v for k, v in saved.items() if k not in ORDER} == {k: v for k, v in its.items() if k not in ORDER}
+    ids, others = numbers(a["param_groups"]), numbers(b["param_groups"])
+    for name, number in ids.items():
+        torch.testing.assert_close(b["state"][others[name]], a["state"][number], rtol=1e-3, atol=1e-6)
+
+
+def test_what_is_no_tensor_loads_safely(runs):
+    rest = torch.load(runs[0] / "pipeline/last.ckpt/meta.pt", weights_only=True)
     assert rest["global_step"] == STEPS
     assert {"hyper_parameters", "loops", "callbacks", "lr_schedulers", "optimizer_states"} <= rest.keys()
 
 
-def test_the_same_checkpoint_whoever_writes_it(runs):
-    one, fsdp = (read_full(runs[0] / layout / "last.ckpt") for layout in ("one", "fsdp"))
-    assert one.keys() == fsdp.keys()
-    assert list(one["state_dict"]) == list(fsdp["state_dict"])
-    for key in ("epoch", "global_step", "hyper_parameters", "loops", "lr_schedulers"):
-        assert one[key] == fsdp[key]
-    (a,), (b,) = (each["optimizer_states"] for each in (one, fsdp))
-    assert a["param_groups"] == b["param_groups"]
-    torch.testing.assert_close(a["state"], b["state"], rtol=1e-4, atol=1e-6)
+FAST = {("one", "fsdp"), ("hybrid", "pipeline"), ("pipeline", "one")}
 
 
-@pytest.mark.parametrize(("before", "after"), [("one", "fsdp"), ("fsdp", "one"), ("fsdp", "ddp")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow) for pair in permutations(LAYOUTS, 2)],
+)
 def test_a_run_continues_in_another_layout(before, after, runs, tmp_path):
     """With the losses and learning rates of the whole run; what a new run would start from is not looked at."""
     folder, (losses, rates) = runs
-    args = (after, tmp_path, 2 * STEPS, folder / before / "last.ckpt")
-    for found in on_ranks(1 if after == "one" else 2, run, *args, seed=7, init_from="gone.ckpt"):
+    ckpt = folder / before / "last.ckpt"
+    for found in on(after, tmp_path, 2 * STEPS, ckpt, seed=7, init_from="gone.ckpt"):
         assert found[1] == {step: rates[step] for step in range(STEPS, 2 * STEPS)}
         assert found[0] == pytest.approx({step: losses[step] for step in range(STEPS, 2 * STEPS)}, rel=1e-5)
 
@@ -130,24 +134,49 @@ def test_a_run_continues_in_another_layout(before, after, runs, tmp_path):
 def test_a_folder_takes_the_place_of_a_file_and_back(runs, tmp_path):
     """As when a run goes on with other devices in its own folder."""
     ckpt = Path(shutil.copy(runs[0] / "one/last.ckpt", tmp_path))
-    for steps, layout, size in ((STEPS + 1, "fsdp", 2), (STEPS + 2, "one", 1)):
-        on_ranks(size, run, layout, tmp_path, steps, ckpt)
+    for steps, layout in ((STEPS + 1, "fsdp"), (STEPS + 2, "one")):
+        on(layout, tmp_path, steps, ckpt)
         assert ckpt.is_dir() == (layout == "fsdp")
         assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
         assert describe(ckpt)["global_step"] == steps
 
 
-def test_another_model_is_refused(runs, tmp_path):
+def die_in_a_save(folder):
+    """Rank 1 dies when it begins to write its part of the second checkpoint."""
+    begun = 0
+
+    def count(event, arguments):
+        nonlocal begun
+        if event == "open" and "__1_0.distcp" in str(arguments[0]):
+            begun += 1
+            if begun == 2:
+                os._exit(9)
+
+    if os.environ["RANK"] == "1":
+        sys.addaudithook(count)
+    run("pipeline", folder, 2 * STEPS)
+
+
+def test_a_run_killed_in_a_save_continues_from_the_one_before(runs, tmp_path):
+    with pytest.raises(RankFailed, match="rank 1 of 2 died with exit code 9"):
+        on_ranks(2, die_in_a_save, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "last.ckpt.tmp"]
+    (losses, _), *_ = on("pipeline", tmp_path, 2 * STEPS, tmp_path / "last.ckpt")
+    assert losses == pytest.approx({step: runs[1][0][step] for step in range(2, 2 * STEPS)}, rel=1e-5)
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("layout", ["pipeline", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_another_model_is_refused(layout, runs, tmp_path):
     with pytest.raises(RankFailed, match=r"trained with model.residual=attnres_lit.BlockAttnRes, this run asks for"):
-        on_ranks(2, run, "fsdp", tmp_path, 2 * STEPS, runs[0] / "fsdp/last.ckpt", residual=PreNorm)
+        on(layout, tmp_path, 2 * STEPS, runs[0] / "fsdp/last.ckpt", residual=PreNorm)
 
 
-@pytest.mark.parametrize(("source", "layout"), [("fsdp", "one"), ("one", "fsdp")])
+@pytest.mark.parametrize(("source", "layout"), [("fsdp", "one"), ("hybrid", "pipeline")])
 def test_init_from_any_layout(source, layout, runs, tmp_path):
     """The first loss of a new run is the one that the old run would have had on that batch."""
     ckpt = runs[0] / source / "last.ckpt"
-    size, options = 1 if layout == "one" else 2, {"init_from": str(ckpt), "seed": 7}
-    (losses, _), *_ = on_ranks(size, run, layout, tmp_path, 1, **options)
+    (losses, _), *_ = on(layout, tmp_path, 1, init_from=str(ckpt), seed=7)
     module = tiny_module(seed=7)
     module.load_state_dict(read_full(ckpt)["state_dict"])
     with torch.no_grad():

@@ -149,6 +149,17 @@ def test_a_process_killed_while_all_write_leaves_the_old_checkpoint(tmp_path, wr
     assert read_full(path)["global_step"] == 3
 
 
+def write_nowhere(path):
+    with pytest.raises(OSError, match="a file") as error:
+        save("pipeline", path / "a file" / "last.ckpt")
+    return str(error.value)
+
+
+def test_what_the_first_process_cannot_write_stops_all(tmp_path):
+    (tmp_path / "a file").write_text("")
+    assert len(set(on_ranks(2, write_nowhere, tmp_path))) == 1
+
+
 class Boom:
     """Runs a command when it is unpickled."""
 

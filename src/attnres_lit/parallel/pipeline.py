@@ -203,7 +203,7 @@ class BlockCacheCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Open the cache."""
         strategy = _strategy(trainer)
-        strategy.pipeline.bytes_sent = 0
+        strategy.pipeline.sent.clear()
         strategy.cache.open()
 
     def on_train_batch_end(
@@ -212,7 +212,7 @@ class BlockCacheCallback(Callback):
         """Close it, and log."""
         cache, pipeline = _strategy(trainer).cache, _strategy(trainer).pipeline
         cache.close()
-        sent, all_sources = pipeline.bytes_sent, pipeline.bytes_without_cache(batch[:, 1:].shape)
+        sent, all_sources = pipeline.sent.total(), pipeline.bytes_without_cache(batch[:, 1:].shape)
         for name, value in {"bytes_sent": sent, "bytes_saved": all_sources - sent}.items():
             pl_module.log(f"pipeline/{name}", float(value), sync_dist=True, reduce_fx="sum")
         pl_module.log("pipeline/peak_cached_bytes", float(cache.peak_bytes), sync_dist=True, reduce_fx="max")

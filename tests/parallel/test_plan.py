@@ -48,6 +48,17 @@ def test_of_every_strategy(path, again):
     assert "Interleaved1F1B, 4 ranks x 2 stages" in text
 
 
+@pytest.mark.parametrize(
+    ("precision", "least", "most"), [("bf16-true", 0.4, 1.2), ("16-mixed", 0.4, 1.2), ("64", 1.7, 2.1)]
+)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_activations_follow_the_precision(path, precision, least, most):
+    """Relative to fp32; mHC keeps fp32 copies of its streams in half precision."""
+    made = model(factory_from_yaml(path))
+    kept, single = (planned(made, precision=each).numbers["ranks"][1]["activation_bytes"] for each in (precision, "32"))
+    assert least * single < kept < most * single
+
+
 def test_the_cache_saves_traffic_memory_and_time():
     hardware = Hardware(link_bandwidth=1e9)
     with_cache, without = (planned(model(), cache=cache, hardware=hardware).numbers for cache in ("auto", False))

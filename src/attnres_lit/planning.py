@@ -93,7 +93,7 @@ def without_devices(config: Namespace) -> None:
     asked = config.trainer.strategy
     options = vars(asked.get("init_args") or Namespace()) if isinstance(asked, Namespace) else {}
     for name, value in {**options, "precision": config.trainer.precision}.items():
-        if config.get(name, value) is None:
+        if name in config and config[name] is None and value != "auto":
             config[name] = value
     config.trainer.update(
         Namespace(accelerator="cpu", devices=1, num_nodes=1, strategy="auto", precision=None, logger=False)

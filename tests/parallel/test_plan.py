@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jsonargparse import Namespace
 
 from attnres_lit.cli import main
 from attnres_lit.model import Transformer, TransformerConfig
@@ -15,6 +16,7 @@ from attnres_lit.parallel.cost_model import Hardware
 from attnres_lit.parallel.plan import data_parallel_bytes, plan
 from attnres_lit.parallel.settings import PipelineSettings
 from attnres_lit.parallel.show import si, table, timeline
+from attnres_lit.planning import layout
 from attnres_lit.residual import BlockAttnRes, PreNorm
 from residual.models import CONFIGS, factory_from_yaml
 
@@ -172,15 +174,44 @@ def test_writes_what_it_found(run, tmp_path):
     assert out.strip() == table(numbers)
 
 
-def test_takes_the_layout_from_the_strategy(run, tmp_path):
+@pytest.mark.parametrize(
+    ("trainer", "flags", "expected"),
+    [
+        ({}, {}, (1, 1, 1)),
+        ({"devices": "auto"}, {}, (1, 1, 1)),
+        ({"devices": 4, "strategy": "ddp"}, {}, (1, 1, 4)),
+        ({"devices": [0, 2], "num_nodes": 3, "strategy": "ddp"}, {}, (1, 1, 6)),
+        ({"devices": "4", "strategy": "fsdp"}, {}, (1, 4, 1)),
+        ({"devices": 8, "strategy": {"data_parallel_size": "auto"}}, {}, (1, 8, 1)),
+        ({"devices": 8, "strategy": {"data_parallel_size": 4}}, {}, (1, 4, 2)),
+        ({"devices": 4, "strategy": {"pipeline_parallel_size": "auto"}}, {}, (4, 1, 1)),
+        ({"devices": 8, "strategy": {"pipeline_parallel_size": 4, "fully_shard": False}}, {}, (4, 1, 2)),
+        ({"devices": 8, "strategy": {"pipeline_parallel_size": 4, "fully_shard": True}}, {}, (4, 2, 1)),
+        ({"devices": 8, "strategy": "ddp"}, {"pipeline_parallel_size": 2}, (2, 1, 4)),
+        ({"devices": 8, "strategy": "ddp"}, {"fsdp_size": 2}, (1, 2, 4)),
+        ({}, {"pipeline_parallel_size": 8}, (8, 1, 1)),
+    ],
+)
+def test_takes_the_layout_from_the_trainer(trainer, flags, expected):
+    """Ranks of a pipeline, shards of a stage, copies of the model."""
+    trainer = {"devices": 1, "num_nodes": 1, "strategy": "auto"} | trainer
+    if isinstance(trainer["strategy"], dict):
+        trainer["strategy"] = Namespace(class_path="Strategy", init_args=Namespace(trainer["strategy"]))
+    found = layout(
+        Namespace({"pipeline_parallel_size": None, "fsdp_size": None, "trainer": Namespace(trainer)} | flags)
+    )
+    assert tuple(found[name] for name in ("pipeline_parallel_size", "fsdp_size", "data_parallel_size")) == expected
+
+
+def test_flags_come_before_the_strategy(run):
     Path("layout.yaml").write_text(
-        "trainer:\n  strategy:\n    class_path: lightning.pytorch.strategies.ModelParallelStrategy\n"
+        "trainer:\n  devices: 4\n  strategy:\n    class_path: lightning.pytorch.strategies.ModelParallelStrategy\n"
         "    init_args:\n      data_parallel_size: 2\n      tensor_parallel_size: 1\n"
     )
-    run("--config", "layout.yaml", "--out=a")
-    assert json.loads(Path("a/plan.json").read_text())["layout"]["devices"] == 2
-    run("--config", "layout.yaml", "--data_parallel_size=3", "--out=a")
-    assert json.loads(Path("a/plan.json").read_text())["layout"]["devices"] == 3
+    for flags, devices in (([], 4), (["--data_parallel_size=3"], 6)):
+        code, _, errors = run("--config", "layout.yaml", "--out=a", *flags)
+        assert (code, errors) == (0, [])
+        assert json.loads(Path("a/plan.json").read_text())["layout"]["devices"] == devices
 
 
 def test_any_size(run):

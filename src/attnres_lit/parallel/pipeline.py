@@ -19,10 +19,11 @@ from attnres_lit.parallel.fsdp import shard
 from attnres_lit.parallel.gradients import average, total_norm
 from attnres_lit.parallel.schedule import Pipeline
 from attnres_lit.parallel.settings import Cache, PipelineSettings, check_pipeline
+from attnres_lit.parallel.sharded import ShardedCheckpoint
 from attnres_lit.parallel.stage import Layout, Stage, cut_model, hold
 
 
-class PipelineStrategy(ModelParallelStrategy):
+class PipelineStrategy(ShardedCheckpoint, ModelParallelStrategy):
     """Stages of the model on several processes, and replicas of the pipeline on the rest.
 
     The ranks of a pipeline read the same batches, split into `num_microbatches` equal parts; replicas read different
@@ -141,7 +142,7 @@ class PipelineStrategy(ModelParallelStrategy):
                 shard(stage.model, replicas, root=stage, param_dtype=dtype, reshard_after_forward=False)
         hold(model, stages)
         self.pipeline = Pipeline(stages, self.schedule, self.num_microbatches, self.root_device, group)
-        self.module.run = self.pipeline.run
+        self.module.runner = self.pipeline
         if not any(isinstance(each, BlockCacheCallback) for each in trainer.callbacks):
             trainer.callbacks.append(BlockCacheCallback())
 

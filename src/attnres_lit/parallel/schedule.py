@@ -10,11 +10,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from attnres_lit.model.loss import Reduction, next_token_nats
+from attnres_lit.model.runner import Part
 from attnres_lit.parallel.stage import Stage
 
 
 class Pipeline:
-    """The stages of this rank, and the schedule that drives them.
+    """The stages of this rank, and the schedule that drives them: a `Runner`.
 
     Args:
         stages: of this rank, in order.
@@ -75,6 +76,17 @@ class Pipeline:
                 result = nats if reduction == "none" else getattr(nats, reduction)()
         dist.broadcast(result, group=self.group, group_src=dist.get_world_size(self.group) - 1)
         return result
+
+    @property
+    def parts(self) -> list[Part]:
+        """The residuals of the stages of this rank."""
+        return [stage.part for stage in self.stages]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks of the pipeline, in order."""
+        values = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def bytes_without_cache(self, batch: Size) -> int:
         """What this rank would send for a batch `(B, T)`, forward and backward, if boundaries carried all Sources."""

@@ -1,6 +1,7 @@
 """Short trainings to compare: one process, or several that share a strategy."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ from training.tiny import BATCH, TOKENS, Tokens, tiny_config, tiny_module, tiny_
 
 STEPS = 20
 ALONE = {}  # results of `alone`
+OPTIONS = {"block": {"num_blocks": 2}, "full_window": {"window": 3}}  # those of the files are as Full at 6 sites
 STRATEGIES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
@@ -91,7 +93,7 @@ def train(
     model = {"config": tiny_config(num_layers=3)} | model
     with torch.device("meta") if meta else nullcontext():
         module = tiny_module(
-            factory_from_yaml(CONFIGS / f"{residual}.yaml"),
+            partial(factory_from_yaml(CONFIGS / f"{residual}.yaml"), **OPTIONS.get(residual, {})),
             # with a smaller eps, Adam blows up the rounding of gradients that are almost nothing, as mHC has at first
             optim=OptimConfig(lr=1e-2, eps=1e-6, warmup_steps=4, total_steps=STEPS),
             **model,

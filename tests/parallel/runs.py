@@ -19,7 +19,7 @@ from training.tiny import BATCH, TOKENS, Tokens, tiny_config, tiny_module, tiny_
 
 STEPS = 20
 ALONE = {}  # results of `alone`
-OPTIONS = {"block": {"num_blocks": 2}, "full_window": {"window": 3}}  # those of the files are as Full at 6 sites
+OPTIONS = {"block": {"block_size": 3}, "full_window": {"window": 3}}  # those of the files are as Full at 6 sites
 STRATEGIES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 

@@ -26,7 +26,7 @@ STRATEGIES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 class Shares(Tokens):
     """Rank r of R takes every R-th batch, from the r-th on: together, the batches of one process that accumulates R."""
 
-    def __init__(self, batches, batch_size=BATCH):
+    def __init__(self, batches=24, batch_size=BATCH):
         super().__init__(batches * batch_size // BATCH)
         self.batch_size, self.seq_len = batch_size, TOKENS
 

@@ -48,9 +48,7 @@ class Logged(Callback):
 
         depth_weights.draw = table
         for logger in trainer.loggers:
-            logger.log_metrics = lambda metrics, step: self.scalars.update(
-                {(name, step): v for name, v in metrics.items()}
-            )
+            logger.log_metrics = lambda metrics, step: self.scalars.update({(k, step): v for k, v in metrics.items()})
 
 
 def evaluate(folder, residual, pipeline):
@@ -141,7 +139,7 @@ def start(folder, residual, pipeline, config):
         (PreNorm, {}, {"tie_embeddings": True}, "tied embeddings"),
         (FullAttnRes, {"split_points": [2, 4]}, {}, "split_points=\\[2, 4\\] must be 1 increasing sites"),
         (
-            partial(BlockAttnRes, num_blocks=1, two_phase=True),
+            partial(BlockAttnRes, block_size=2, two_phase=True),
             {"fully_shard": True, "split_points": [3]},
             {},
             "fully_shard=true needs every parameter in one stage: BlockAttnRes uses its (query|key_gain)",

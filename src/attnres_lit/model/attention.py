@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres_lit.model.config import TransformerConfig
+from attnres_lit.model.kv_cache import Slots
 
 
 class Attention(nn.Module):
@@ -21,13 +22,19 @@ class Attention(nn.Module):
         self.rotary = rotary
         self.grouped = kv_heads != config.num_heads
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend to this and earlier tokens."""
+    def forward(self, x: Tensor, slots: Slots | None = None) -> Tensor:
+        """Attend to this and earlier tokens, those in `slots` included."""
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, T, head_dim)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        out = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True, enable_gqa=self.grouped)
+        at = slice(q.shape[-2]) if slots is None else slots.positions
+        q, k = self.rotary(q, at), self.rotary(k, at)
+        mask = None
+        if slots is not None:
+            (k, v), mask = slots.extend(k, v), slots.mask
+        causal = mask is None and q.shape[-2] > 1  # a last token sees everything
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.grouped)
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
 
@@ -57,9 +64,8 @@ class Rotary(nn.Module):
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Rotate `(B, heads, T, head_dim)`, in at least fp32, by the position of each token."""
-        tokens = x.shape[-2]
+    def forward(self, x: Tensor, at: slice | Tensor) -> Tensor:
+        """Rotate `(B, heads, T, head_dim)`, in at least fp32, by the positions `at`: a slice, or `(B, 1, T)`."""
         first, second = x.chunk(2, -1)
         turned = torch.cat((-second, first), -1)
-        return (x * self.cos[:tokens] + turned * self.sin[:tokens]).to(x.dtype)
+        return (x * self.cos[at] + turned * self.sin[at]).to(x.dtype)

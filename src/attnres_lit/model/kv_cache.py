@@ -1,8 +1,8 @@
 """What attention keeps of earlier tokens, so that the next one costs a forward of one token.
 
-A slot is a position: token p of a row lies in slot p, whatever the lengths of the other rows, and a token sees the slots
-up to its own. So rows of different lengths need neither padding in the cache nor shifted positions: what a short row was
-padded with lies in slots behind its end, which no token sees before they are written again.
+A slot is a position: token p of a row lies in slot p, whatever the lengths of the other rows, and a token sees the
+slots up to its own. So rows of different lengths need neither padding in the cache nor shifted positions: what a short
+row was padded with lies behind its end, in slots that no token sees before they are written again.
 
 Nothing of depth is kept: the sources of a token live inside one forward.
 """

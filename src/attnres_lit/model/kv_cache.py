@@ -60,7 +60,7 @@ class KVCache:
     ) -> None:
         if slots > config.max_seq_len:
             raise ValueError(f"{slots} tokens exceed max_seq_len={config.max_seq_len}")
-        shape = (rows, slots, config.num_kv_heads or config.num_heads, config.dim // config.num_heads)
+        shape = (rows, slots, config.num_kv_heads or config.num_heads, config.head_width)
         self.slots = slots
         self.lengths = [0] * rows
         self.device = device

@@ -54,20 +54,23 @@ class Transformer(nn.Module):
         self.fp32_residual = fp32_residual
         self.recompute = Recompute(checkpoint_activations)
 
-        def norm() -> RMSNorm:
-            return RMSNorm(config.dim, eps=config.norm_eps)
+        depth = residual(config.num_sites, config.dim)
+
+        def norm(site: int) -> RMSNorm:
+            # a read that is s times PreNorm's at the start: s x / sqrt(mean(s x)^2 + eps s^2) is what PreNorm computes
+            return RMSNorm(config.dim, eps=config.norm_eps * depth.read_scale(site) ** 2)
 
         rotary = Rotary(config)
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.sublayers = nn.ModuleDict(
             {
-                str(site): Sublayer(norm(), MLP(config) if site % 2 else Attention(config, rotary))
+                str(site): Sublayer(norm(site), MLP(config) if site % 2 else Attention(config, rotary))
                 for site in range(config.num_sites)
             }
         )
-        self.norm = norm()
+        self.norm = norm(config.num_sites)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.residual = residual(config.num_sites, config.dim)
+        self.residual = depth
         self.residual.depth_backend = depth_backend
         self.residual.recomputed = bool(checkpoint_activations)
         if config.tie_embeddings:

@@ -1,4 +1,4 @@
-"""The command line: `python -m attnres_lit {fit,validate,test,predict,prepare} --config ...`.
+"""The command line: `python -m attnres_lit {fit,validate,test,predict,prepare} --config ...`, and `commands.py`.
 
 LightningCLI, with what a run needs around it: a fixed folder per run, `--ckpt_path last`, and errors of one line.
 """
@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import attnres_lit
 from attnres_lit.checks import check_config, explain
+from attnres_lit.commands import COMMANDS
 from attnres_lit.data.datamodule import TokenDataModule
 from attnres_lit.runs import check_readable, claim, find_checkpoint, move_aside, run_name, substitute
 from attnres_lit.training.checkpoint import check_resume, fitting_weights
@@ -196,8 +197,12 @@ def main(args: list[str] | None = None) -> None:
     exit code 2. Any other exception keeps its traceback.
     """
     quiet()
+    given = sys.argv[1:] if args is None else args
     try:
-        CLI(args)
+        if given and given[0] in COMMANDS:
+            COMMANDS[given[0]](given[1:])
+        else:
+            CLI(args)
     except (ValueError, MisconfigurationException) as error:
         for each in (error, error.__cause__):  # the parser wraps what a component that may be null raises
             raised_in = Path(traceback.extract_tb(each.__traceback__)[-1].filename) if each else Path()

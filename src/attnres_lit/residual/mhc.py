@@ -99,7 +99,11 @@ class MHC(Residual):
             return self.num_streams / 2 if self.learned_exit else 1.0
         if site == 0:
             return 1.0
-        gates = torch.zeros(self.num_streams, device="cpu") if self.init == "deepseek" else _read_bias(site, self.num_streams)
+        gates = (
+            torch.zeros(self.num_streams, device="cpu")
+            if self.init == "deepseek"
+            else _read_bias(site, self.num_streams)
+        )
         return float(gates.sigmoid().sum())
 
     def open(self, embedding: Tensor) -> Sources:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -9,6 +10,8 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from attnres_lit.model import Transformer
+from attnres_lit.parallel.optimizer_state import group_names
+from attnres_lit.parallel.storage import numbers
 
 Schedule = Literal["cosine", "wsd"]
 
@@ -97,6 +100,25 @@ class OptimConfig:
             group.update(lr=lr, initial_lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=weight_decay)
         scheduler.base_lrs = [self.lr for _ in optimizer.param_groups]
         scheduler._last_lr = [lr for _ in optimizer.param_groups]
+
+
+def restore_by_name(optimizer: Optimizer, model: nn.Module) -> None:
+    """Have an optimizer take the state of every parameter by its name, where a checkpoint has names, not by its place.
+
+    Processes that each hold a part of a model write its parameters in another order than one that holds all of it.
+    """
+
+    def reorder(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        saved, own = numbers(state["param_groups"]), group_names(optimizer, model)
+        if len(own) != len(state["param_groups"]) or saved.keys() != set(chain.from_iterable(own)):
+            return state  # without names it is in this order; with others, torch refuses it
+        groups = [
+            {key: value for key, value in group.items() if key != "param_names"} | {"params": [saved[n] for n in names]}
+            for group, names in zip(state["param_groups"], own, strict=True)
+        ]
+        return {**state, "param_groups": groups}
+
+    optimizer.register_load_state_dict_pre_hook(reorder)
 
 
 def parameter_groups(model: Transformer, weight_decay: float) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from attnres_lit.data.datamodule import TokenDataModule
 from attnres_lit.parallel import PipelineStrategy
 from attnres_lit.parallel.checkpoint import consolidate
 from attnres_lit.planning import Planner, without_devices
+from attnres_lit.retrofit import follow_checkpoint
 from attnres_lit.runs import check_readable, claim, find_checkpoint, move_aside, run_name, substitute
 from attnres_lit.training.checkpoint import check_resume, check_warm_start
 from attnres_lit.training.checkpoint_io import CheckpointFiles
@@ -118,6 +119,7 @@ class CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Find the run's folder, and the checkpoint that "last" and "best" stand for."""
         config = self.config[self.config.subcommand]
+        follow_checkpoint(config)
         check_config(config, self._parser(self.config.subcommand).get_defaults())
         if self.config.subcommand == "fit" and config.trainer.default_root_dir is None:
             raise ValueError("no config says how to train: start from one, for example --config configs/block.yaml")

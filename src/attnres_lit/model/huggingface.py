@@ -19,7 +19,7 @@ from attnres_lit.model.config import TransformerConfig
 
 OURS = "attnres_lit"  # the model_type of what this package exports
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # the others, by model_type; SmolLM is a llama
-PRENORM = {"class_path": "attnres_lit.residual.PreNorm", "init_args": {}}
+PRENORM = {"class_path": "attnres_lit.PreNorm", "init_args": {}}
 
 # of a layer: their name, and ours within the sublayer of its attention (0) or MLP (1)
 _OF_LAYER = {

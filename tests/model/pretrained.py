@@ -4,6 +4,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
+AutoModelForCausalLM = transformers.AutoModelForCausalLM
 
 SIZES = {
     "vocab_size": 61,

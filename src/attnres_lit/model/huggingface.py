@@ -42,6 +42,16 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
 }
 
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+
 
 def is_folder(path: str | Path) -> bool:
     """Whether a path is a folder with a `config.json`, as these have."""
@@ -151,6 +161,9 @@ def _config(found: Mapping[str, Any]) -> TransformerConfig:
     for name, plain in _PLAIN.items():
         if (value := found.get(name, plain[0])) not in plain:
             raise ValueError(f"{name}={value} cannot be expressed")
+    for name in _SIZES:
+        if not isinstance(value := found[name], int | float):
+            raise ValueError(f"{name}={value} is not a number")
     kind, heads = found["model_type"], found["num_attention_heads"]
     rope = {**(found.get("rope_scaling") or {}), **(found.get("rope_parameters") or {})}
     theta = rope.pop("rope_theta", None) or found.get("rope_theta") or 10000.0

@@ -1,4 +1,4 @@
-"""The command line: `python -m attnres_lit {fit,validate,test,predict,prepare,plan} --config ...`, and `consolidate`.
+"""The command line: `python -m attnres_lit {fit,validate,test,predict,prepare,plan} --config ...`, and `commands.py`.
 
 LightningCLI, with what a run needs around it: a fixed folder per run, `--ckpt_path last`, and errors of one line.
 """
@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import attnres_lit
 from attnres_lit.checks import check_config, class_of, explain
+from attnres_lit.commands import COMMANDS
 from attnres_lit.data.datamodule import TokenDataModule
 from attnres_lit.parallel import PipelineStrategy
 from attnres_lit.parallel.checkpoint import consolidate
@@ -246,6 +247,8 @@ def main(args: list[str] | None = None) -> None:
     try:
         if given[:1] == ["consolidate"]:  # it needs no trainer
             consolidate(**vars(consolidate_parser().parse_args(given[1:])))
+        elif given and given[0] in COMMANDS:
+            COMMANDS[given[0]](given[1:])
         else:
             CLI(args)
     except (ValueError, MisconfigurationException) as error:

@@ -18,7 +18,8 @@ class Trained(NamedTuple):
     """What a checkpoint of a run holds, but for its optimizer."""
 
     model: Transformer  # in eval mode
-    tokenizer: Tokenizer | None  # None: the checkpoint was not trained on text of this package
+    tokenizer: Tokenizer
+    seq_len: int  # tokens that it saw at a time in training
     step: int  # optimizer steps behind it
 
 
@@ -30,17 +31,28 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> Trained:
         device: where the model shall be.
 
     Raises:
-        ValueError: there is no such file, it is damaged, or it is something else; the residual strategy or the
-            tokenizer of the run cannot be imported.
+        ValueError: there is no such file, it is damaged, or it is something else; it holds no tokenizer; the residual
+            strategy or the tokenizer of the run cannot be imported.
     """
     checkpoint = read(path)
+    model = model_of(checkpoint, path)
+    data = checkpoint.get("TokenDataModule", {})
+    if "tokenizer" not in data:
+        raise ValueError(
+            f"{path} holds no tokenizer: it was trained on other data than TokenDataModule's, or with an older version "
+            "of this package, whose runs write it when they are continued with fit --ckpt_path"
+        )
+    return Trained(model.to(device), unpack(data["tokenizer"]), data["seq_len"], checkpoint.get("global_step", 0))
+
+
+def model_of(checkpoint: Mapping[str, Any], path: str | Path) -> Transformer:
+    """The model of a checkpoint that has been read from `path`, in eval mode, on the CPU. Raises as `load`."""
     hparams = checkpoint.get("hyper_parameters", {})
     if not {"config", "residual"} <= hparams.keys():
         raise ValueError(f"{path} does not say which model it is of: it was not written by fit")
     config = TransformerConfig(**hparams["config"])
-    options = {"fp32_residual": hparams.get("fp32_residual", False)}
     with torch.device("meta"):
-        model = Transformer(config, strategy(hparams["residual"]), **options)
+        model = Transformer(config, strategy(hparams["residual"]), hparams.get("fp32_residual", False))
     weights = {key.removeprefix("model."): value for key, value in checkpoint["state_dict"].items()}
     try:
         model.load_state_dict(weights, assign=True)
@@ -49,16 +61,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> Trained:
     if config.tie_embeddings:
         model.head.weight = model.embedding.weight
     materialize(model)  # the tables of the rotary embedding
-    packed = checkpoint.get("TokenDataModule", {}).get("tokenizer")
-    return Trained(model.to(device).eval(), unpack(packed) if packed else None, checkpoint.get("global_step", 0))
-
-
-def load_with_tokenizer(path: str | Path, device: str | torch.device = "cpu") -> tuple[Transformer, Tokenizer]:
-    """As `load`, for use on text. Raises ValueError, too, where the checkpoint has no tokenizer."""
-    model, tokenizer, _ = load(path, device)
-    if tokenizer is None:
-        raise ValueError(f"{path} holds no tokenizer: let its run write a checkpoint again, with fit --ckpt_path")
-    return model, tokenizer
+    return model.eval()
 
 
 def read(path: str | Path) -> dict[str, Any]:

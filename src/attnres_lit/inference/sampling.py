@@ -57,7 +57,9 @@ class Sampling:
         if self.repetition_penalty != 1:
             ids = torch.tensor(sorted(set(seen)))
             repeated = logits[ids]
-            penalised = torch.where(repeated > 0, repeated / self.repetition_penalty, repeated * self.repetition_penalty)
+            penalised = torch.where(
+                repeated > 0, repeated / self.repetition_penalty, repeated * self.repetition_penalty
+            )
             logits = logits.index_copy(0, ids, penalised)
         if self.temperature == 0:
             return int(logits.argmax())

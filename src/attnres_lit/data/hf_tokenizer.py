@@ -83,6 +83,11 @@ class HFTokenizer(Tokenizer):
         self._loaded = found
 
     @property
+    def library(self) -> tokenizers.Tokenizer:
+        """The tokenizer itself. Raises ValueError as `vocab_size`."""
+        return self._ready[0]
+
+    @property
     def _ready(self) -> tuple[tokenizers.Tokenizer, int, int]:
         """The tokenizer, the size of the vocabulary, the end of document."""
         if self._loaded is None:

@@ -21,6 +21,9 @@ try:
 except ImportError as error:  # in an export, the package may be missing
     raise ImportError("this model needs the package attnres_lit: install it, then load the model again") from error
 
+# what outputs call the cache, by version of transformers
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
 
 class AttnResConfig(PretrainedConfig):
     """Sizes and residual strategy.
@@ -31,7 +34,7 @@ class AttnResConfig(PretrainedConfig):
     """
 
     model_type = "attnres_lit"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = (CACHE,)
 
     def __init__(
         self, transformer: Mapping[str, Any] | None = None, residual: Mapping[str, Any] | None = None, **kwargs: Any
@@ -130,7 +133,7 @@ class AttnResForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return CausalLMOutputWithPast(**{"loss": loss, "logits": logits, CACHE: cache})
 
     def _past(
         self, tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Any

@@ -104,7 +104,8 @@ def test_lm_eval_gets_the_numbers_of_the_model(model, tasks):
     from attnres_lit.inference.lm_eval import run_tasks
     from attnres_lit.inference.sampling import Sampling
 
-    questions = ["def f(x):", "the cat and the hat, and a text that is longer than the context of the model is", "import"]
+    long = "the cat and the hat, and a text that is longer than the context of the model is"
+    questions = ["def f(x):", long, "import"]
     choices = [" one", " two", " three"]
     documents = []
     for question in questions:
@@ -125,7 +126,7 @@ def test_lm_eval_gets_the_numbers_of_the_model(model, tasks):
         nats -= log_likelihood(model, [TOKENIZER.eod], ids[:48])
         nats -= log_likelihood(model, ids[:48][len(ids) - 48 - 49 :], ids[48:])
     assert found["whole_text"]["bits_per_byte,none"] == pytest.approx(nats / size / math.log(2), rel=1e-3)
-    with pytest.raises(ValueError, match="unknown task nothing: .* has answers, choices, whole_text"):
+    with pytest.raises(ValueError, match=r"unknown task nothing: .* has answers, choices, whole_text"):
         run_tasks(model, TOKENIZER, ["nothing"], tasks)
     with pytest.raises(ValueError, match="there is no folder"):
         run_tasks(model, TOKENIZER, ["choices"], tasks / "nowhere")

@@ -89,7 +89,7 @@ def test_bfloat16_weights_are_read_as_they_are(tmp_path):
 
 
 def test_a_window_bounds_the_context(tmp_path):
-    theirs, folder = save("Mistral", tmp_path)
+    _, folder = save("Mistral", tmp_path)
     model = load(folder, PreNorm)
     assert model.config.max_seq_len == 40
     with pytest.raises(ValueError, match="41 tokens exceed max_seq_len=40"):

@@ -20,8 +20,8 @@ class HFTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, as Hugging Face models have it; nothing to train.
 
     `vocab_size` is the model's where a `config.json` lies beside, which may be larger than the vocabulary. The end of
-    document is the model's end of sequence. No text spells a special token: encoding takes them for text. Nothing is put
-    before a document.
+    document is the model's end of sequence. No text spells a special token: encoding takes them for text. Nothing is
+    put before a document.
 
     Args:
         path: the folder of the model, or a `tokenizer.json`. Only needed until the corpus is prepared, or where a

@@ -1,8 +1,8 @@
 """A trained model as a folder that `transformers` loads.
 
 PreNorm is what the Llama family computes, so it becomes a model of that family (Llama; Qwen2 with biases, Qwen3 with
-norms on queries and keys) and runs wherever those run. Any other strategy becomes a folder with `modeling_attnres_lit.py`
-beside the weights, which needs this package and `trust_remote_code=True`.
+norms on queries and keys) and runs wherever those run. Any other strategy becomes a folder with
+`modeling_attnres_lit.py` beside the weights, which needs this package and `trust_remote_code=True`.
 """
 
 import json
@@ -49,9 +49,9 @@ def export(
     if out.exists():
         raise ValueError(f"{out} is there already: choose another folder, or delete it")
     family = family_of(model.config) if type(model.residual) is PreNorm else None
-    described = {**(_ours(model.config, residual) if family is None else _theirs(model.config, family))}
+    described = _ours(model.config, residual) if family is None else _theirs(model.config, family)
     described |= {"dtype": dtype, "torch_dtype": dtype, "bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
-    ends = {name: tokenizer.eod for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eod)
     texts = {
         "config.json": json.dumps(described, indent=2),
         "generation_config.json": json.dumps(ends, indent=2),
@@ -85,13 +85,10 @@ def family_of(config: TransformerConfig) -> str | None:
 
 def _weights(model: Transformer, dtype: torch.dtype, theirs: bool) -> dict[str, Tensor]:
     """Of the model, with the names that they have in the folder; a head that is the embedding is left out."""
-    found = {name: value for name, value in model.state_dict().items() if name != "head.weight" or not _tied(model)}
+    tied = model.config.tie_embeddings
+    found = {name: value for name, value in model.state_dict().items() if name != "head.weight" or not tied}
     named = {huggingface.name_there(name) if theirs else f"model.{name}": value for name, value in found.items()}
     return {name: value.detach().to("cpu", dtype).contiguous() for name, value in named.items()}
-
-
-def _tied(model: Transformer) -> bool:
-    return model.config.tie_embeddings
 
 
 def _theirs(config: TransformerConfig, family: str) -> dict[str, Any]:

@@ -67,14 +67,15 @@ class Harness(TemplateLM):
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continue texts until one of the task's stops, or until they are long enough."""
-        options = [_options(request.args[1]) for request in requests]
+        asked: list[tuple[Any, ...]] = [request.args for request in requests]
+        options = [_options(how) for _, how in asked]
         order = sorted(range(len(requests)), key=lambda i: repr(options[i]))
         texts: dict[int, str] = {}
         for _, alike in groupby(order, key=lambda i: repr(options[i])):
             same = list(alike)
             for first in range(0, len(same), self.batch_size):
                 some = same[first : first + self.batch_size]
-                prompts = [requests[i].args[0] for i in some]
+                prompts = [asked[i][0] for i in some]
                 texts |= dict(zip(some, self._continue(prompts, *options[some[0]]), strict=True))
         return [texts[i] for i in range(len(requests))]
 
@@ -133,7 +134,8 @@ def run_tasks(
     manager = TaskManager() if folder is None else TaskManager(include_path=str(folder), include_defaults=False)
     known = set(manager.all_tasks)
     if unknown := [name for name in tasks if name not in known]:
-        where = "`lm-eval ls tasks` lists them" if folder is None else f"{folder} has {', '.join(sorted(known)) or 'none'}"
+        own = ", ".join(sorted(known)) or "none"
+        where = "`lm-eval ls tasks` lists them" if folder is None else f"{folder} has {own}"
         raise ValueError(f"unknown task {', '.join(unknown)}: {where}")
     found = simple_evaluate(
         Harness(model, tokenizer, batch_size),

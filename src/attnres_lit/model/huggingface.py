@@ -1,8 +1,8 @@
-"""Decoders of the Llama family as Hugging Face stores them: their sizes, their weights, and which part is which of ours.
+"""Decoders of the Llama family as Hugging Face stores them: their sizes, their weights, and which part is which here.
 
 A folder holds `config.json` and `model.safetensors`, or `model.safetensors.index.json` and the files that it names.
-Nothing else is read, so nothing is ever unpickled. PreNorm is the strategy of the pretrained models; under any other one
-that starts as PreNorm the model computes the pretrained function until training moves its depth parameters.
+Nothing else is read, so nothing is ever unpickled. PreNorm is the strategy of the pretrained models; under any other
+that starts as PreNorm, the model computes the pretrained function until training moves its depth parameters.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The command line: `python -m attnres_lit {fit,validate,test,predict,prepare} --config ...`, and `commands.py`.
+"""The command line: `python -m attnres_lit {fit,validate,test,predict,prepare,plan} --config ...`, and `commands.py`.
 
 LightningCLI, with what a run needs around it: a fixed folder per run, `--ckpt_path last`, and errors of one line.
 """
@@ -14,17 +14,25 @@ from typing import Any, NoReturn
 import lightning
 import lightning.pytorch as pl
 import torch
+from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import attnres_lit
-from attnres_lit.checks import check_config, explain
+from attnres_lit.checks import check_config, class_of, explain
 from attnres_lit.commands import COMMANDS
 from attnres_lit.data.datamodule import TokenDataModule
+from attnres_lit.parallel import PipelineStrategy
+from attnres_lit.parallel.checkpoint import consolidate
+from attnres_lit.planning import Planner, without_devices
+from attnres_lit.retrofit import follow_checkpoint
 from attnres_lit.runs import check_readable, claim, find_checkpoint, move_aside, run_name, substitute
-from attnres_lit.training.checkpoint import check_resume, fitting_weights
+from attnres_lit.training.checkpoint import check_resume, check_warm_start
+from attnres_lit.training.checkpoint_io import CheckpointFiles
 from attnres_lit.training.module import LanguageModel
 
 TURNED_OFF_BY = {  # Lightning refuses these flags, or leaves them without effect, while such a callback is configured
@@ -34,8 +42,8 @@ TURNED_OFF_BY = {  # Lightning refuses these flags, or leaves them without effec
 }
 
 
-class Trainer(pl.Trainer):
-    """Lightning's Trainer, and a subcommand that prepares data."""
+class Trainer(Planner, pl.Trainer):
+    """Lightning's Trainer, and subcommands that prepare data and plan a run."""
 
     def prepare(self, model: LanguageModel, datamodule: TokenDataModule) -> None:
         """Tokenise the corpus into shards, unless they are there already; needs no accelerator."""
@@ -83,10 +91,16 @@ class CLI(LightningCLI):
             args=args,
         )
 
+    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
+        """Lightning's way for those of the trainer; `consolidate` is listed with them, and run by `main`."""
+        super()._add_subcommands(parser, **kwargs)
+        listed, its_parser = parser._subcommands_action, consolidate_parser()
+        listed.add_subcommand("consolidate", its_parser, help=its_parser.description)  # pyrefly: ignore[missing-attribute]
+
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Lightning's, and `prepare`."""
-        return LightningCLI.subcommands() | {"prepare": {"model", "datamodule"}}
+        """Lightning's, `prepare` and `plan`."""
+        return LightningCLI.subcommands() | {name: {"model", "datamodule"} for name in ("prepare", "plan")}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Where a run lives, and what the model learns from the data."""
@@ -106,12 +120,15 @@ class CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Find the run's folder, and the checkpoint that "last" and "best" stand for."""
         config = self.config[self.config.subcommand]
+        follow_checkpoint(config)
         check_config(config, self._parser(self.config.subcommand).get_defaults())
         if self.config.subcommand == "fit" and config.trainer.default_root_dir is None:
             raise ValueError("no config says how to train: start from one, for example --config configs/block.yaml")
         self.folder = Path(config.runs_dir) / (config.name or run_name(config.model.residual))
         torch.set_num_threads(config.num_threads)
-        if self.config.subcommand != "prepare":
+        if self.config.subcommand == "plan":
+            without_devices(config)
+        elif self.config.subcommand != "prepare":
             config.weights_only = True
         if self.config.subcommand != "fit":
             config.trainer.logger = False  # the curves of the run stay those of its training
@@ -126,17 +143,25 @@ class CLI(LightningCLI):
         """With the run's folder in place of "{run}", which the saved config keeps: it may run under another name."""
         config = self.config[self.config.subcommand]
         asked, config.trainer = config.trainer, substitute(config.trainer, str(self.folder))
+        if self.config.subcommand == "plan" or holds_parts(config.trainer.strategy):  # any size can be planned
+            self.parser.add_instantiator(without_values, LanguageModel, prepend=True)  # pyrefly: ignore[deprecated]
         super().instantiate_classes()
         config.trainer = asked
+        if isinstance(self.trainer.strategy, PipelineStrategy):
+            data, model = self.datamodule, self.model
+            self.trainer.strategy.cut(model.model, data.seq_len, data.batch_size, model.compiled)
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Without the callbacks that a flag turns off."""
+        """Without the callbacks that a flag turns off; a checkpoint file is replaced as a whole."""
         config = self.config_init[self.config.subcommand]["trainer"]
         off = tuple(callback for flag, callback in TURNED_OFF_BY.items() if config[flag] is False)
         if off:
             callbacks = config.callbacks if isinstance(config.callbacks, list) else [config.callbacks]
             kwargs["callbacks"] = [each for each in callbacks if each and not isinstance(each, off)]
-        return super().instantiate_trainer(**kwargs)
+        trainer = super().instantiate_trainer(**kwargs)
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # unless a plugin or the strategy has its own
+            trainer.strategy.checkpoint_io = CheckpointFiles()
+        return trainer
 
     def before_fit(self) -> None:
         """Refuse what is known not to work; then a fresh run moves an older one of the same name aside."""
@@ -150,7 +175,7 @@ class CLI(LightningCLI):
             self.datamodule.setup("fit")
             self.datamodule.train_dataloader(), self.datamodule.val_dataloader()
             if self.model.init_from:
-                fitting_weights(self.model.model, self.model.init_from, self.model.hparams)
+                check_warm_start(self.model.model, self.model.init_from, self.model.hparams)
         if not config.trainer.fast_dev_run:
             self.take_folder(fresh=config.ckpt_path is None)
 
@@ -167,6 +192,27 @@ class CLI(LightningCLI):
         if not self.config.fit.trainer.fast_dev_run:
             Path(self.claimed.lock_file).unlink(missing_ok=True)
             self.claimed.release()
+
+
+def consolidate_parser() -> Parser:
+    """`consolidate CKPT OUT [--overwrite]`."""
+    description = "Write a checkpoint, a folder or a file, as a single file."
+    parser = Parser(prog="attnres_lit consolidate", description=description, allow_abbrev=False)
+    parser.add_argument("ckpt", type=str, help="The checkpoint, written by any number of processes.")
+    parser.add_argument("out", type=str, help="The file: for a run on one device, validate, predict and sharing.")
+    parser.add_argument("--overwrite", action="store_true", help="Replace the file if it is there.")
+    return parser
+
+
+def holds_parts(strategy: Any) -> bool:
+    """Whether no process holds the whole model under a strategy, as parsed."""
+    return isinstance(strategy, Namespace) and issubclass(class_of(strategy), ModelParallelStrategy)
+
+
+def without_values(model_class: type[LanguageModel], *args: Any, **kwargs: Any) -> LanguageModel:
+    """Build the model on meta: its strategy makes the part that a process keeps."""
+    with torch.device("meta"):
+        return model_class(*args, **kwargs)
 
 
 def fail(message: str) -> NoReturn:
@@ -199,7 +245,9 @@ def main(args: list[str] | None = None) -> None:
     quiet()
     given = sys.argv[1:] if args is None else args
     try:
-        if given and given[0] in COMMANDS:
+        if given[:1] == ["consolidate"]:  # it needs no trainer
+            consolidate(**vars(consolidate_parser().parse_args(given[1:])))
+        elif given and given[0] in COMMANDS:
             COMMANDS[given[0]](given[1:])
         else:
             CLI(args)

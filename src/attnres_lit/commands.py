@@ -1,4 +1,4 @@
-"""The subcommands that need no training config: generate, evaluate, inspect."""
+"""The subcommands that need no training config: generate, evaluate, export, inspect."""
 
 import argparse
 import re
@@ -12,10 +12,13 @@ import torch
 
 from attnres_lit.checks import explain
 from attnres_lit.inference.evaluate import split_perplexity
+from attnres_lit.inference.export import export as write_export
+from attnres_lit.inference.export import family_of
 from attnres_lit.inference.generate import PREFILL_CHUNK
-from attnres_lit.inference.load import load
+from attnres_lit.inference.load import load, read
 from attnres_lit.inference.sampling import Sampling
 from attnres_lit.inference.text import Step, complete
+from attnres_lit.residual import PreNorm
 
 
 class Parser(argparse.ArgumentParser):
@@ -128,15 +131,24 @@ def _show(prompts: Sequence[str], steps: Iterator[Step], echo: bool) -> None:
 
 
 def evaluate(args: Sequence[str]) -> None:
-    """Perplexity and bits per byte of the documents of a prepared corpus."""
-    parser = Parser("evaluate", "Perplexity and bits per byte of whole documents, through a sliding window.")
+    """Perplexity and bits per byte of the documents of a prepared corpus, or the tasks of lm-eval."""
+    parser = Parser("evaluate", "Perplexity of whole documents, through a sliding window, or tasks of lm-eval.")
     add = parser.add_argument
-    add("--data_dir", required=True, metavar="DIR", help="a folder that prepare made, with the model's tokenizer")
+    add("--data_dir", metavar="DIR", help="a folder that prepare made, with the model's tokenizer")
     add("--split", default="val", help="of it: val or train (default: %(default)s)")
     add("--window", type=int, help="tokens that the model reads at a time; by default as many as in training")
     add("--stride", type=int, help="tokens by which the window slides; by default half the window")
-    add("--limit", type=int, help="documents to read, the first ones")
+    add("--limit", type=int, help="documents to read, or requests of each task, the first ones")
+    add("--tasks", metavar="NAMES", help="tasks of lm-eval, with commas between them")
+    add("--tasks_dir", metavar="DIR", help="a folder with tasks of your own, as YAML")
+    add("--num_fewshot", type=int, help="examples before each request; by default as the task says")
+    add("--batch_size", type=int, default=8, help="requests of tasks at a time (default: %(default)s)")
     options = parser.parse(args)
+    if (options.data_dir is None) == (options.tasks is None):
+        raise ValueError("evaluate takes one of --data_dir and --tasks")
+    if options.tasks is not None:
+        _evaluate_tasks(options)
+        return
     model, tokenizer, seq_len, _ = load(options.ckpt_path, options.device)
     window = seq_len if options.window is None else options.window
     found = split_perplexity(model, tokenizer, options.data_dir, options.split, options.limit, window, options.stride)
@@ -151,4 +163,37 @@ def evaluate(args: Sequence[str]) -> None:
         print(f"{name:10}{value:>14}")
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"generate": generate, "evaluate": evaluate}
+def _evaluate_tasks(options: argparse.Namespace) -> None:
+    """Print lm-eval's own table."""
+    try:
+        from lm_eval.utils import make_table
+
+        from attnres_lit.inference.lm_eval import run_tasks
+    except ImportError as error:
+        raise ValueError(f"--tasks needs lm-eval ({error}): pip install 'attnres_lit[eval]'") from None
+    model, tokenizer, *_ = load(options.ckpt_path, options.device)
+    names = [name for name in options.tasks.split(",") if name]
+    found = run_tasks(
+        model, tokenizer, names, options.tasks_dir, options.num_fewshot, options.limit, options.batch_size
+    )
+    print(make_table(found))
+
+
+def export(args: Sequence[str]) -> None:
+    """Write a checkpoint as a folder that transformers loads."""
+    parser = Parser("export", "Write a model as a folder that Hugging Face's transformers loads.")
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder, which must not exist")
+    parser.add_argument("--dtype", default="float32", help="of the weights: float32, bfloat16 or float16")
+    options = parser.parse(args)
+    model, tokenizer, *_ = load(options.ckpt_path)
+    residual = read(options.ckpt_path)["hyper_parameters"]["residual"]
+    write_export(model, residual, tokenizer, options.out, options.dtype)
+    plain = family_of(model.config) if type(model.residual) is PreNorm else None
+    print(f"{options.out}: " + (f"a {plain} model" if plain else "needs attnres_lit and trust_remote_code=True"))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "generate": generate,
+    "evaluate": evaluate,
+    "export": export,
+}

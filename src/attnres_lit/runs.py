@@ -4,11 +4,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock, Timeout
 from jsonargparse import Namespace
 
 from attnres_lit.checks import class_of
+from attnres_lit.parallel.atomic import located
+from attnres_lit.parallel.checkpoint import describe
 from attnres_lit.training.hparams import defaults
 
 
@@ -34,11 +35,14 @@ def substitute(config: Any, folder: str) -> Any:
 def find_checkpoint(folder: Path, which: str) -> Path:
     """The path of a checkpoint: `<folder>/checkpoints/<which>.ckpt` for "last" and "best", else `which`.
 
+    If a save was killed before a new one took that name, the path is that of the old one.
+
     Raises:
         ValueError: the run has no such checkpoint; the message names the runs that have one.
     """
     named = which in ("last", "best")
     path = folder / "checkpoints" / f"{which}.ckpt" if named else Path(which)
+    path = located(path)
     if named and not path.exists():
         others = sorted(str(p.parents[1]) for p in folder.parent.glob(f"*/checkpoints/{which}.ckpt"))
         hint = f"; runs that have one: {', '.join(others)} (choose with --name)" if others else ""
@@ -47,16 +51,11 @@ def find_checkpoint(folder: Path, which: str) -> Path:
 
 
 def check_readable(path: Path, flag: str) -> dict[str, Any]:
-    """Before a run is touched: what the checkpoint holds, without its data. Raises ValueError."""
-    if not path.exists():
-        raise ValueError(f"{flag}: there is no {path}")
+    """Before a run is touched: what the checkpoint holds, without its data. Raises ValueError that names the flag."""
     try:
-        found = torch.load(path, map_location="meta", mmap=True, weights_only=True)
-    except Exception as error:  # whatever it holds, it is not ours
-        raise ValueError(f"{flag}: {path} is not a checkpoint, or it is damaged") from error
-    if not isinstance(found, dict) or not {"state_dict", "pytorch-lightning_version"} <= found.keys():
-        raise ValueError(f"{flag}: {path} is not a checkpoint of Lightning")
-    return found
+        return describe(path)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
 
 
 def claim(folder: Path) -> FileLock:

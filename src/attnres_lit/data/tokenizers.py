@@ -124,22 +124,22 @@ class BPETokenizer(Tokenizer):
 
     def encode(self, text: str) -> Ids:
         """The ids of the byte pairs."""
-        return np.array(self._trained.encode(text).ids, dtype=np.uint32)
+        return np.array(self.library.encode(text).ids, dtype=np.uint32)
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
         """Text of byte pairs."""
-        return self._trained.decode([int(i) for i in ids if i < self.eod])
+        return self.library.decode([int(i) for i in ids if i < self.eod])
 
     def token_bytes(self) -> Tensor:
         """The length of every byte pair."""
         sizes = torch.zeros(self.vocab_size, dtype=torch.int64)
-        for token, i in self._trained.get_vocab().items():
+        for token, i in self.library.get_vocab().items():
             sizes[i] = len(token)  # the byte-level alphabet writes each byte as one character
         return sizes
 
     def save(self, dir: Path) -> None:
         """Write `tokenizer.json`."""
-        self._trained.save(str(dir / self._FILE))
+        self.library.save(str(dir / self._FILE))
 
     def load(self, dir: Path) -> None:
         """Read `tokenizer.json`."""
@@ -150,7 +150,8 @@ class BPETokenizer(Tokenizer):
             raise ValueError(f"{path} is missing or damaged ({error}): delete {dir} and prepare again") from None
 
     @property
-    def _trained(self) -> tokenizers.Tokenizer:
+    def library(self) -> tokenizers.Tokenizer:
+        """The trained BPE itself. Raises ValueError before it is trained."""
         if self._bpe is None:
             raise ValueError("the BPE tokenizer has no vocabulary yet: prepare the corpus, or load a prepared folder")
         return self._bpe

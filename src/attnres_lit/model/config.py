@@ -21,8 +21,8 @@ class TransformerConfig:
         max_seq_len: longest sequence in tokens.
         rope_theta: base of the rotary frequencies.
         rope_scaling: stretches the rotary frequencies, see `rope_scaling.py`; null leaves them.
-        norm_eps: of the sublayers' and the final norm, for inputs the size of PreNorm's; where the residual says that it
-            reads something smaller at the start, it shrinks with that. Also of the norms on queries and keys.
+        norm_eps: of the sublayers' and the final norm, for inputs the size of PreNorm's; where the residual says that
+            it reads less at the start, the norm takes less of it. Also of the norms on queries and keys.
         qkv_bias: biases on the projections to queries, keys and values.
         qk_norm: RMSNorm with a learned gain on every head's queries and keys, before they are rotated.
         tie_embeddings: the head uses the embedding matrix.

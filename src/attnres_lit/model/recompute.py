@@ -27,7 +27,7 @@ class Recompute:
     def __init__(self, again: Again) -> None:
         if again not in ("read", True, False):
             raise ValueError(f"checkpoint_activations={again!r} must be read, true or false")
-        self.again = again
+        self.again: Again = again
 
     def layer(self, run: Callable[..., Sources], sources: Sources, *sites: int) -> Sources:
         """`run(sources, *sites)`; with true, only its Sources are kept for backward."""

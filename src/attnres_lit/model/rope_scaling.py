@@ -1,7 +1,7 @@
 """How pretrained models stretch their rotary frequencies to contexts longer than they were first trained on.
 
-The options have the names and meanings that they have in a Hugging Face config.json, under `rope_parameters` (or, older,
-`rope_scaling`):
+The options have the names and meanings that they have in a Hugging Face config.json, under `rope_parameters` or, in
+older ones, `rope_scaling`:
 
 | rope_type | options                                                                                             |
 |-----------|-----------------------------------------------------------------------------------------------------|

@@ -7,11 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnres_lit.parallel.pipeline import BlockCacheCallback, PipelineStrategy
     from attnres_lit.parallel.sharded import FullyShardedStrategy
 
-_HOMES = {"FullyShardedStrategy": "sharded"}
+_HOMES = {"BlockCacheCallback": "pipeline", "PipelineStrategy": "pipeline", "FullyShardedStrategy": "sharded"}
 
-__all__ = ["FullyShardedStrategy"]
+__all__ = ["BlockCacheCallback", "FullyShardedStrategy", "PipelineStrategy"]
 
 
 def __getattr__(name: str) -> Any:

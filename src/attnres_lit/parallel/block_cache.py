@@ -1,7 +1,7 @@
 """The cross-stage cache: sources that a rank has seen, kept for its later virtual stages (arXiv 2603.15031, 4.1).
 
-    forward     Keep: a source first seen here is put into the cache        Take: a later stage reads it
-    backward    Take: its gradient is added up in the cache                 Keep: the sum joins the source's own gradient
+    forward     Keep: a source first seen here goes into the cache       Take: a later stage reads it
+    backward    Take: its gradient is added up in the cache              Keep: the sum joins the source's own gradient
 
 A source travels to a rank once, and so does its gradient back. An entry lives from the forward of the stage where it
 was first seen to the backward of that stage, microbatch by microbatch.

@@ -39,8 +39,8 @@ def shard(
             head be None.
         mesh: one dimension, or two to replicate over the first and shard over the second.
         root: the module that is called, if it is not `model` but one around it.
-        param_dtype: what the layers are gathered in for forward and backward, under mixed precision; gradients are
-            reduced in fp32. None: the dtype of the parameters.
+        param_dtype: what the layers are gathered in for forward and backward, under mixed precision, the gains of their
+            norms included; gradients are reduced in fp32. None: the dtype of the parameters.
         reshard_after_forward: let go of a layer between forward and backward. False costs the memory of all layers and
             saves gathering each a second time, for every microbatch of a pipeline.
         compile: compile the sublayers.

@@ -52,6 +52,16 @@ def total_norm(
     return total.sqrt()
 
 
+def average(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Replace every plain gradient by its mean over `group`, the replicas; those of DTensors are averages already."""
+    size = dist.get_world_size(group)
+    grads = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
+    if size > 1:
+        for work in [dist.all_reduce(grad.div_(size), group=group, async_op=True) for grad in grads]:
+            assert work is not None
+            work.wait()
+
+
 def clip(parameters: Iterable[nn.Parameter], limit: float, norm: Tensor) -> None:
     """Scale the gradients in place so that a total norm of `norm` becomes at most `limit`."""
     gradients = (parameter.grad for parameter in parameters)

@@ -8,7 +8,7 @@ from attnres_lit.model.config import TransformerConfig
 from attnres_lit.model.flops import head_flops, site_flops
 from attnres_lit.parallel.depth import Cut
 
-SLACK = 0.05  # a stage may cost this much more than the best balance, for a cut where a block closes
+SLACK = 0.01  # a stage may cost this much more than the best balance, for a cut that sends no partial
 
 
 def partition(
@@ -34,8 +34,8 @@ def partition(
     num_sites = config.num_sites
     if num_stages > num_sites:
         raise ValueError(
-            f"{num_stages} pipeline stages need at least as many sites, num_layers={config.num_layers} has {num_sites}: "
-            "use fewer stages or more layers"
+            f"{num_stages} pipeline stages need at least as many sites, num_layers={config.num_layers} has "
+            f"{num_sites}: use fewer stages or more layers"
         )
     if split_points is None:
         split_points = balanced(costs(config, tokens), [_is_within_block(cut) for cut in cuts], num_stages)

@@ -10,11 +10,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from attnres_lit.model.loss import Reduction, next_token_nats
+from attnres_lit.model.runner import Part
 from attnres_lit.parallel.stage import Stage
 
 
 class Pipeline:
-    """The stages of this rank, and the schedule that drives them.
+    """The stages of this rank, and the schedule that drives them: a `Runner`.
 
     Args:
         stages: of this rank, in order.
@@ -76,8 +77,19 @@ class Pipeline:
         dist.broadcast(result, group=self.group, group_src=dist.get_world_size(self.group) - 1)
         return result
 
+    @property
+    def parts(self) -> list[Part]:
+        """The residuals of the stages of this rank."""
+        return [stage.part for stage in self.stages]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks of the pipeline, in order."""
+        values = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
     def bytes_without_cache(self, batch: Size) -> int:
-        """What this rank would send for a batch `(B, T)`, forward and backward, if all Sources crossed every boundary."""
+        """What this rank would send for a batch `(B, T)`, forward and backward, if boundaries carried all Sources."""
         return 2 * batch.numel() * sum(stage.bytes_without_cache for stage in self.stages)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -98,18 +110,14 @@ class Pipeline:
         )
 
     def _stage(self, stage: Stage, shape: Size) -> "CountedStage":
-        """The shapes of all boundaries are given: otherwise every change between training and validation runs the
-        model to learn them.
-        """  # fmt: skip
+        """With the shapes of what crosses its boundaries: left to find them out, torch would run the model for it."""
+        options = {"dtype": stage.dtype, "device": "meta", "requires_grad": True}
 
-        def example(numbers: Any) -> tuple[Tensor, ...]:
-            shapes = (shape + stage.layout.depth.shapes[number] for number in numbers)
-            return tuple(torch.empty(s, dtype=stage.dtype, device="meta", requires_grad=True) for s in shapes)
+        def example(numbers: tuple[int, ...]) -> tuple[Tensor, ...]:
+            return tuple(torch.empty(shape + stage.layout.depth.shapes[number], **options) for number in numbers)
 
         tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-        logits = torch.empty(
-            *shape, stage.model.config.vocab_size, dtype=stage.dtype, device="meta", requires_grad=True
-        )
+        logits = torch.empty(*shape, stage.model.config.vocab_size, **options)
         return CountedStage(
             stage,
             stage.index,

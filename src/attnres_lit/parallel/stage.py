@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres_lit.model import Transformer, TransformerConfig
+from attnres_lit.model.runner import Part
 from attnres_lit.parallel.block_cache import BlockCache, Keep, Take
 from attnres_lit.parallel.depth import Cut, Depth, trace
 from attnres_lit.parallel.partition import partition
@@ -124,6 +125,16 @@ class Stage(nn.Module):
             if self.cut_out is None:
                 return model.head(model.norm(model.residual.exit(sources)))
             return self._hand_over(self.cut_out, sources, at)
+
+    @property
+    def part(self) -> Part:
+        """The residual of this stage, and what it begins with."""
+        cuts, residual = self.layout.depth.cuts, self.model.residual
+        if self.cut_in is None:
+            return Part(residual)
+        start = self.layout.sites[self.index].start
+        made = list(dict.fromkeys(number for cut in cuts[: start + 1] for number in cut.done))
+        return Part(residual, start, tuple(map(made.index, self.cut_in.done)), len(made))
 
     @property
     def dtype(self) -> torch.dtype:

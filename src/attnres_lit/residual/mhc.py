@@ -99,12 +99,9 @@ class MHC(Residual):
             return self.num_streams / 2 if self.learned_exit else 1.0
         if site == 0:
             return 1.0
-        gates = (
-            torch.zeros(self.num_streams, device="cpu")
-            if self.init == "deepseek"
-            else _read_bias(site, self.num_streams)
-        )
-        return float(gates.sigmoid().sum())
+        if self.init == "deepseek":
+            return self.num_streams / 2
+        return float(_read_bias(site, self.num_streams).sigmoid().sum())
 
     def open(self, embedding: Tensor) -> Sources:
         """Every stream starts as the embedding."""

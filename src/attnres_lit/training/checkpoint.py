@@ -1,16 +1,14 @@
 """Does a checkpoint fit: to resume from, in its architecture; to start a new run from, in its weights."""
 
-import pickle
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from attnres_lit.model import Transformer
+from attnres_lit.parallel.checkpoint import describe, held_elsewhere, read_weights
 
 EXECUTION = {"two_phase"}  # options of a residual that change how a value is computed, not which
 
@@ -52,45 +50,60 @@ def architecture(hparams: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def warm_start(model: Transformer, path: str, asked: Mapping[str, Any]) -> None:
-    """Load the weights of a checkpoint; those of the residual too if it is the same strategy.
+    """Load the weights of a checkpoint; those of the residual too if it is the same strategy. All processes call it.
 
     Args:
-        model: what receives the weights.
-        path: a Lightning checkpoint of this package.
+        model: what receives the weights; the part of it that this process holds.
+        path: a checkpoint of this package, of any layout.
         asked: the hyper-parameters of this run.
 
     Raises:
-        ValueError: the file is missing or is not a checkpoint; its weights do not fit.
+        ValueError: there is no such checkpoint, or it is damaged; its weights do not fit.
     """
-    weights, same_strategy = fitting_weights(model, path, asked)
-    everywhere = StateDictOptions(full_state_dict=True, strict=False)  # also where the model is sharded
-    set_model_state_dict(model, weights, options=everywhere)  # pyrefly: ignore[bad-argument-type]
+    same_strategy = check_warm_start(model, path, asked)
+    weights = {
+        f"model.{name}": weight
+        for name, weight in model.state_dict().items()
+        if same_strategy or not name.startswith("residual.")
+    }
+    read_weights(path, weights)
     rest = "" if same_strategy else f"; {architecture(asked)['model.residual']} starts fresh"
     rank_zero_info(f"Starting from the weights of {path}, at step 0{rest}.")
 
 
-def fitting_weights(model: Transformer, path: str, asked: Mapping[str, Any]) -> tuple[dict[str, Tensor], bool]:
-    """What `warm_start` loads, and whether that includes the residual; the model stays as it is. Raises as it does."""
-    checkpoint = _read(path)
-    weights = {key.removeprefix("model."): value for key, value in checkpoint["state_dict"].items()}
+def check_warm_start(model: Transformer, path: str, asked: Mapping[str, Any]) -> bool:
+    """Raise what `warm_start` raises; the model stays as it is. Returns whether the residual's weights are loaded."""
+    try:
+        checkpoint = describe(path)
+    except ValueError as error:
+        raise ValueError(f"model.init_from: {error}") from error
     stored = checkpoint.get("hyper_parameters", {})
     old, new = (architecture(each) if "residual" in each else {} for each in (stored, asked))
-    target = model.state_dict()
     same_strategy = old.get("model.residual") == new["model.residual"]
-    if not same_strategy:
-        weights, target = (
-            {key: value for key, value in each.items() if not key.startswith("residual.")} for each in (weights, target)
-        )
+    target = {f"model.{name}": weight for name, weight in model.state_dict().items()}
+    weights, elsewhere = checkpoint["state_dict"], held_elsewhere(target)
+    weights, target = (
+        {
+            name.removeprefix("model."): weight
+            for name, weight in each.items()
+            if name not in elsewhere and (same_strategy or not name.startswith("model.residual."))
+        }
+        for each in (weights, target)
+    )
     found = misfits(weights, target)
     # the number of heads is not in the shape of any weight, nor is it whether two weights are one
     heads = "model.config.num_heads"
     if heads in old and old[heads] != new[heads]:
         found = f"{heads}={old[heads]}, this run has {new[heads]}"
-    if model.config.tie_embeddings and not found and not weights["head.weight"].equal(weights["embedding.weight"]):
-        found = "its head is not its embedding, and this run ties them"
+    if model.config.tie_embeddings and not found:
+        ends = [f"model.{each}.weight" for each in ("head", "embedding")]
+        read = {name: torch.empty_like(checkpoint["state_dict"][name], device="cpu") for name in ends}
+        read_weights(path, read)
+        if not read[ends[0]].equal(read[ends[1]]):
+            found = "its head is not its embedding, and this run ties them"
     if found:
-        raise ValueError(f"init_from={path} does not fit: {found}")
-    return weights, same_strategy
+        raise ValueError(f"model.init_from: {path} does not fit: {found}")
+    return same_strategy
 
 
 def misfits(weights: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> str:
@@ -112,15 +125,3 @@ def misfits(weights: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> str:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _read(path: str) -> dict[str, Any]:
-    if not Path(path).is_file():
-        raise ValueError(f"init_from={path}: there is no such file")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"init_from={path}: damaged, or not a checkpoint that can be loaded safely") from error
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise ValueError(f"init_from={path}: not a Lightning checkpoint")
-    return checkpoint

@@ -1,7 +1,6 @@
 """The LightningModule: a language model, its loss, its optimizer and its checkpoints."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,17 +13,17 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from attnres_lit.model import ResidualFactory, Transformer, TransformerConfig
 from attnres_lit.model.init import materialize
-from attnres_lit.model.loss import Reduction, next_token_nats
+from attnres_lit.model.loss import Reduction
 from attnres_lit.model.recompute import Again
+from attnres_lit.model.runner import Runner, WholeModel
 from attnres_lit.ops import Backend
 from attnres_lit.parallel.fsdp import shard
 from attnres_lit.parallel.gradients import clip, total_norm
+from attnres_lit.parallel.optimizer_state import add_names, group_names
 from attnres_lit.residual import BlockAttnRes
 from attnres_lit.training.checkpoint import check_resume, warm_start
 from attnres_lit.training.hparams import INSTANTIATOR, describe, plain
-from attnres_lit.training.optim import OptimConfig
-
-Run = Callable[[Tensor, Tensor, Reduction], Tensor]  # tokens and targets `(B, T)` to nats
+from attnres_lit.training.optim import OptimConfig, restore_by_name
 
 
 class LanguageModel(LightningModule):
@@ -81,8 +80,8 @@ class LanguageModel(LightningModule):
         self.compiled = compile
         self.init_from = init_from
         self.configured = False
-        self.run: Run = self._run_whole  # a pipeline puts its own in place
         self.model = Transformer(config, residual, fp32_residual, checkpoint_activations, depth_backend)
+        self.runner: Runner = WholeModel(self.model)  # a pipeline puts itself in its place
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens `(B, T)` int64 to logits `(B, T, V)`."""
@@ -92,7 +91,7 @@ class LanguageModel(LightningModule):
         """Initial values for a model built on meta; compiled sublayers, in place, names unchanged; sharded parameters.
 
         Raises:
-            ValueError: the strategy would split the inside of layers; a precision that does not go with sharding.
+            ValueError: the strategy would split the inside of layers.
         """
         if self.configured:
             return
@@ -113,18 +112,13 @@ class LanguageModel(LightningModule):
         """Over the data-parallel ranks of a ModelParallelStrategy."""
         if (split := mesh["tensor_parallel"].size()) > 1:
             raise ValueError(f"tensor_parallel_size={split}: layers are not split here, set it to 1")
-        if self.trainer.precision == "16-mixed":
-            raise ValueError("precision=16-mixed does not go with sharded parameters: use bf16-mixed")
         self.model.seed = self.trainer.strategy.broadcast(self.model.seed)  # every rank draws what it keeps
         param_dtype = torch.bfloat16 if self.trainer.precision == "bf16-mixed" else None
         shard(self.model, mesh["data_parallel"], param_dtype=param_dtype, compile=self.compiled)
 
     def nats(self, batch: Tensor, reduction: Reduction) -> Tensor:
         """Cross entropy of the next tokens of `(B, T + 1)`, in fp32: their mean, sum, or, with "none", `(B, T)`."""
-        return self.run(batch[:, :-1], batch[:, 1:], reduction)
-
-    def _run_whole(self, tokens: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
-        return next_token_nats(self(tokens), targets, reduction)
+        return self.runner.run(batch[:, :-1], batch[:, 1:], reduction)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """The mean loss, nats per token."""
@@ -169,6 +163,7 @@ class LanguageModel(LightningModule):
             )
         # a fused step would unscale fp16 gradients itself, after they are clipped
         optimizer, scheduler = self.optim.build(self.model, fused=self.trainer.precision != "16-mixed")
+        restore_by_name(optimizer, self)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def configure_gradient_clipping(
@@ -204,6 +199,12 @@ class LanguageModel(LightningModule):
             metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
             for logger in self.loggers:
                 logger.log_metrics(metrics, step=0)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Name the parameters in the state of the optimizer, for a run that holds only a part of them."""
+        for saved, optimizer in zip(checkpoint.get("optimizer_states", ()), self.trainer.optimizers, strict=False):
+            if saved:  # a sharded strategy leaves it empty, and names them itself
+                add_names(saved, group_names(optimizer, self))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another architecture. Raises ValueError."""

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -9,6 +10,8 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from attnres_lit.model import Transformer
+from attnres_lit.parallel.optimizer_state import group_names
+from attnres_lit.parallel.storage import numbers
 
 Schedule = Literal["cosine", "wsd"]
 
@@ -21,6 +24,7 @@ class OptimConfig:
 
     Args:
         lr: highest learning rate.
+        residual_lr: that of the depth parameters, which are new where the rest is pretrained; null: `lr`.
         betas: decay rates of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled, of the decayed parameters only (see `parameter_groups`).
@@ -35,6 +39,7 @@ class OptimConfig:
     """
 
     lr: float = 3e-3
+    residual_lr: float | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
@@ -47,6 +52,7 @@ class OptimConfig:
     def __post_init__(self) -> None:
         in_range = {
             "lr": (self.lr > 0, "above 0"),
+            "residual_lr": (self.residual_lr is None or self.residual_lr > 0, "above 0, or null"),
             "betas": (
                 len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
                 "two numbers from 0 to below 1",
@@ -87,16 +93,39 @@ class OptimConfig:
     def build(self, model: Transformer, fused: bool) -> tuple[AdamW, LambdaLR]:
         """The optimizer of a model, and the schedule, to be stepped after every optimizer step."""
         groups = parameter_groups(model, self.weight_decay)
+        if self.residual_lr is not None:
+            groups = set_apart(groups, set(model.residual.parameters()), self.residual_lr)
         optimizer = AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
         return optimizer, LambdaLR(optimizer, self.factor)
 
     def apply(self, optimizer: Optimizer, scheduler: LambdaLR) -> None:
         """Give an optimizer restored from a checkpoint the values of this config; its moments and step count stay."""
-        lr = self.lr * self.factor(scheduler.last_epoch)
-        for group, weight_decay in zip(optimizer.param_groups, (self.weight_decay, 0.0), strict=True):
-            group.update(lr=lr, initial_lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=weight_decay)
-        scheduler.base_lrs = [self.lr for _ in optimizer.param_groups]
-        scheduler._last_lr = [lr for _ in optimizer.param_groups]
+        lrs = [self.lr] if self.residual_lr is None else [self.lr, self.residual_lr]
+        settings = [(lr, weight_decay) for weight_decay in (self.weight_decay, 0.0) for lr in lrs]
+        factor = self.factor(scheduler.last_epoch)
+        for group, (lr, weight_decay) in zip(optimizer.param_groups, settings, strict=True):
+            group.update(lr=lr * factor, initial_lr=lr, betas=self.betas, eps=self.eps, weight_decay=weight_decay)
+        scheduler.base_lrs = [lr for lr, _ in settings]
+        scheduler._last_lr = [lr * factor for lr, _ in settings]
+
+
+def restore_by_name(optimizer: Optimizer, model: nn.Module) -> None:
+    """Have an optimizer take the state of every parameter by its name, where a checkpoint has names, not by its place.
+
+    Processes that each hold a part of a model write its parameters in another order than one that holds all of it.
+    """
+
+    def reorder(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        saved, own = numbers(state["param_groups"]), group_names(optimizer, model)
+        if len(own) != len(state["param_groups"]) or saved.keys() != set(chain.from_iterable(own)):
+            return state  # without names it is in this order; with others, torch refuses it
+        groups = [
+            {key: value for key, value in group.items() if key != "param_names"} | {"params": [saved[n] for n in names]}
+            for group, names in zip(state["param_groups"], own, strict=True)
+        ]
+        return {**state, "param_groups": groups}
+
+    optimizer.register_load_state_dict_pre_hook(reorder)
 
 
 def parameter_groups(model: Transformer, weight_decay: float) -> list[dict[str, Any]]:
@@ -115,3 +144,12 @@ def parameter_groups(model: Transformer, weight_decay: float) -> list[dict[str, 
     no_decay = [p for p in model.parameters() if p not in decayed]
     assert len(decay) + len(no_decay) == len({*decay, *no_decay}) == len(set(model.parameters())), "not a partition"
     return [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+
+
+def set_apart(groups: list[dict[str, Any]], chosen: set[nn.Parameter], lr: float) -> list[dict[str, Any]]:
+    """Every group as two, the second with those of its parameters that are chosen and a learning rate of their own."""
+    return [
+        {**group, "params": [p for p in group["params"] if (p in chosen) == own], **({"lr": lr} if own else {})}
+        for group in groups
+        for own in (False, True)
+    ]

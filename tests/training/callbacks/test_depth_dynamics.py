@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from attnres_lit.model import Transformer
 from attnres_lit.residual import BlockAttnRes, PreNorm
 from attnres_lit.training.callbacks import DepthDynamics
-from attnres_lit.training.callbacks.depth_dynamics import observe
+from attnres_lit.training.callbacks.depth_dynamics import observe, roots
 from residual.models import CONFIGS, factory_from_yaml
 from training.tiny import VOCAB, Tokens, tiny_config, tiny_module, tiny_trainer
 
@@ -45,8 +45,10 @@ def by_hand(model):
     }
 
 
-def numbers(values):
-    return {name: {layer: value.item() for layer, value in sorted(of.items())} for name, of in values.items()}
+def numbers(squares):
+    values = sorted(roots(squares).items())
+    names = ("output_rms", "grad_norm")
+    return {name: {layer: value for (of, layer), value in values if of == name} for name in names}
 
 
 def assert_close(values, expected):

@@ -8,9 +8,10 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from attnres_lit.model import Transformer
+from attnres_lit.model.runner import Part
 from attnres_lit.residual import BlockAttnRes, FullAttnRes
 from attnres_lit.training.callbacks import DepthWeights
-from attnres_lit.training.callbacks.depth_weights import draw, record
+from attnres_lit.training.callbacks.depth_weights import draw, means, record
 from training.tiny import VOCAB, Tokens, tiny_config, tiny_module, tiny_trainer
 
 TOKENS = torch.randint(VOCAB, (2, 5), generator=torch.Generator().manual_seed(0))
@@ -24,10 +25,10 @@ def recorded(residual, std=0.5):
             torch.nn.init.normal_(parameter, std=std)
     with torch.inference_mode():
         expected = model(TOKENS)
-        with record(model.residual) as rows:
+        with record(Part(model.residual)) as rows:
             assert model(TOKENS).equal(expected)
     assert not {"read", "exit"} & vars(model.residual).keys()
-    return {site: {at: weight.item() for at, weight in row.items()} for site, row in rows.items()}
+    return means(rows)
 
 
 @pytest.mark.parametrize("num_heads", [1, 2])

@@ -1,6 +1,5 @@
 """How large the residual and its gradient are along depth (arXiv 2603.15031, Fig. 5)."""
 
-import math
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,9 +11,13 @@ from torch import Tensor
 from attnres_lit.residual.base import Note, Residual, Sources
 from attnres_lit.training.module import LanguageModel
 
+Squares = dict[tuple[str, int], tuple[Any, int]]
+
 
 class DepthDynamics(Callback):
     """Logs `depth/output_rms/<layer>` and `depth/grad_norm/<layer>`, of the batch of the logging process.
+
+    In a pipeline: of the batch of its pipeline.
 
     A chosen step is observed as `observe` says; the numbers of the training do not change.
 
@@ -30,15 +33,15 @@ class DepthDynamics(Callback):
             raise ValueError(f"every_n_steps={every_n_steps} must be at least 1")
         self.every_n_steps = every_n_steps
         self.step = 0
-        self.values: dict[str, dict[int, Tensor]] = {}
+        self.values: Squares = {}
         self.observing = ExitStack()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin to observe, on a chosen step; of accumulated batches the last one counts."""
         self.step = trainer.global_step
         assert isinstance(pl_module, LanguageModel)
-        if self.step % self.every_n_steps == 0 and trainer.is_global_zero:
-            self.values = self.observing.enter_context(observe(pl_module.model.residual))
+        if self.step % self.every_n_steps == 0:
+            self.values = self.observing.enter_context(observe(*(part.residual for part in pl_module.runner.parts)))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -48,11 +51,11 @@ class DepthDynamics(Callback):
         if self.step == trainer.global_step or not self.values:
             return
         assert isinstance(pl_module, LanguageModel)
+        found = pl_module.runner.gather(roots(self.values))
         digits = len(str(pl_module.model.config.num_layers - 1))  # so that names sort by depth
-        values = {f"depth/{name}/{layer:0{digits}}": v for name, of in self.values.items() for layer, v in of.items()}
-        metrics = dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))  # one transfer for all
+        metrics = {f"depth/{name}/{layer:0{digits}}": v for each in found for (name, layer), v in each.items()}
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=self.step)
+            logger.log_metrics(dict(sorted(metrics.items())), step=self.step)
         self.values = {}
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -61,40 +64,53 @@ class DepthDynamics(Callback):
 
 
 @contextmanager
-def observe(residual: Residual) -> Generator[dict[str, dict[int, Tensor]]]:
-    """Root mean square and norm of the gradient of the residual after each layer, in a forward and backward within.
+def observe(*residuals: Residual) -> Generator[Squares]:
+    """Sums of squares of the residual, and of its gradient, after each layer, in all forwards and backwards within.
 
     Of the partial or, where the layer has just closed a block, of the source that it became (Full AttnRes: the newest
-    source); with streams, of their mean, whose gradient is the sum of theirs. The norm is over the whole `(B, T, D)`.
+    source); with streams, of their mean, whose gradient is the sum of theirs.
+
+    Args:
+        residuals: the parts of a residual that run in this process.
 
     Returns:
-        `{"output_rms": {layer: ...}, "grad_norm": {layer: ...}}`, filled as the passes go.
+        `{(name, layer): (sum of squares, elements)}`, filled as the passes go, for `roots`.
     """
-    output_rms: dict[int, Tensor] = {}
-    grad_norm: dict[int, Tensor] = {}
-    write = residual.write
+    squares: Squares = {}
 
-    def observed(sources: Sources, output: Tensor, site: int, note: Note) -> Sources:
-        sources = write(sources, output, site, note)
-        layer, is_last_of_layer = divmod(site, 2)
-        if is_last_of_layer:
-            newest = sources.done[-1] if sources.partial is None else sources.partial
-            with_streams = newest.dim() > output.dim()
-            stream = newest.detach().mean(-2) if with_streams else newest.detach()
-            output_rms[layer] = norm(stream) / math.sqrt(stream.numel())
-            if newest.requires_grad:  # not in the first pass of reentrant activation checkpointing
+    def add(name: str, layer: int, x: Tensor) -> None:
+        before, count = squares.get((name, layer), (0.0, 0))
+        squares[name, layer] = before + norm(x) ** 2, count + x.numel()
 
-                def hook(grad: Tensor) -> None:
-                    grad_norm[layer] = norm(grad.sum(-2) if with_streams else grad)
+    def watch(residual: Residual) -> None:
+        write = residual.write
 
-                newest.register_hook(hook)
-        return sources
+        def observed(sources: Sources, output: Tensor, site: int, note: Note) -> Sources:
+            sources = write(sources, output, site, note)
+            layer, is_last_of_layer = divmod(site, 2)
+            if is_last_of_layer:
+                newest = sources.done[-1] if sources.partial is None else sources.partial
+                with_streams = newest.dim() > output.dim()
+                add("output_rms", layer, newest.detach().mean(-2) if with_streams else newest.detach())
+                if newest.requires_grad:  # not in the first pass of reentrant activation checkpointing
+                    newest.register_hook(lambda grad: add("grad_norm", layer, grad.sum(-2) if with_streams else grad))
+            return sources
 
-    residual.write = observed
+        residual.write = observed
+
+    for residual in residuals:
+        watch(residual)
     try:
-        yield {"output_rms": output_rms, "grad_norm": grad_norm}
+        yield squares
     finally:
-        del residual.write
+        for residual in residuals:
+            del residual.write
+
+
+def roots(squares: Squares) -> dict[tuple[str, int], float]:
+    """Root mean squares of outputs and norms of gradients, the latter over the whole `(B, T, D)`."""
+    means = [total / count if name == "output_rms" else total for (name, _), (total, count) in squares.items()]
+    return dict(zip(squares, torch.stack(means).sqrt().tolist(), strict=True)) if means else {}  # one transfer for all
 
 
 def norm(x: Tensor) -> Tensor:

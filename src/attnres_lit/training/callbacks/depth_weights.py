@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -13,19 +14,22 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from attnres_lit.model.runner import Part
 from attnres_lit.residual.base import Note, Residual, Sources
 from attnres_lit.training.module import LanguageModel
+
+Rows = dict[int, dict[int, list[Tensor]]]
 
 
 class DepthWeights(Callback):
     """Draws `depth/weights` at every validation: sites x sources, the exit as the last row.
 
-    Weights are means over the tokens and heads of the first validation batch. Only TensorBoard takes the image; with
-    another logger, or a strategy without depth attention, nothing happens.
+    Weights are means over the tokens and heads of the first validation batch of the logging process. Only TensorBoard
+    takes the image; with another logger, or a strategy without depth attention, nothing happens.
     """
 
     def __init__(self) -> None:
-        self.rows: dict[int, dict[int, Tensor]] = {}
+        self.rows: Rows | None = None
         self.recording = ExitStack()
 
     def on_validation_batch_start(
@@ -33,10 +37,9 @@ class DepthWeights(Callback):
     ) -> None:
         """Record the first batch."""
         assert isinstance(pl_module, LanguageModel)
-        residual = pl_module.model.residual
-        has_weights = type(residual).weights is not Residual.weights
+        has_weights = type(pl_module.model.residual).weights is not Residual.weights
         if batch_idx == 0 and has_weights and not trainer.sanity_checking and _tensorboards(trainer):
-            self.rows = self.recording.enter_context(record(residual))
+            self.rows = self.recording.enter_context(record(*pl_module.runner.parts))
 
     def on_validation_batch_end(
         self,
@@ -49,12 +52,14 @@ class DepthWeights(Callback):
     ) -> None:
         """Draw it."""
         self.recording.close()
-        if self.rows:
-            image = draw({site: {at: float(w) for at, w in row.items()} for site, row in self.rows.items()})
+        assert isinstance(pl_module, LanguageModel)
+        if self.rows is not None:
+            rows = {site: row for part in pl_module.runner.gather(means(self.rows)) for site, row in part.items()}
+            image = draw(dict(sorted(rows.items())))
             step = max(trainer.global_step - 1, 0)  # counted from 0, as Lightning does for the metrics beside it
             for logger in _tensorboards(trainer):
                 logger.experiment.add_image("depth/weights", image, step, dataformats="HWC")
-        self.rows = {}
+        self.rows = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the residual as it was."""
@@ -66,25 +71,44 @@ def _tensorboards(trainer: Trainer) -> list[TensorBoardLogger]:
 
 
 @contextmanager
-def record(residual: Residual) -> Generator[dict[int, dict[int, Tensor]]]:
-    """Mean depth-attention weights of each site in a forward within; the exit is site `num_sites`.
+def record(*parts: Part) -> Generator[Rows]:
+    """Depth-attention weights of each site, summed over all forwards within; the exit is site `num_sites`.
+
+    Args:
+        parts: the parts of a model that run in this process.
 
     Returns:
-        `{site: {source: weight}}`, filled as the pass goes. Sources are counted in the order in which they appear, the
-        embedding first; a partial has the number of the source that it will become.
+        `{site: {source: weights}}`, filled as the passes go, for `means`. Sources are counted in the order in which the
+        model makes them, the embedding first; a partial has the number of the source that it will become.
     """
-    rows: dict[int, dict[int, Tensor]] = {}
-    known: list[Tensor] = []
-    read, exit = residual.read, residual.exit
+    rows: Rows = {}
+    for part in parts:
+        _watch(part, rows)
+    try:
+        yield rows
+    finally:
+        for part in parts:
+            del part.residual.read, part.residual.exit
+
+
+def _watch(part: Part, rows: Rows) -> None:
+    residual, read, exit = part.residual, part.residual.read, part.residual.exit
+    known: list[Tensor | None] = []
 
     def look(sources: Sources, site: int) -> None:
+        if site == part.first_site:
+            known[:] = [None] * part.known
+            for number, source in zip(part.sources, sources.done, strict=False):
+                known[number] = source
         known.extend(source for source in sources.done if not any(source is each for each in known))
         at = [next(i for i, each in enumerate(known) if each is source) for source in sources.done]
         if sources.partial is not None:
             at.append(len(known))
         weights = residual.weights(sources, site)
         if weights is not None:
-            rows[site] = dict(zip(at, weights.float().flatten(1).mean(1), strict=True))
+            row = rows.setdefault(site, {})
+            for number, weight in zip(at, weights.float().flatten(1).mean(1), strict=True):
+                row.setdefault(number, []).append(weight)
 
     def read_and_look(sources: Sources, site: int) -> tuple[Tensor, Note]:
         look(sources, site)
@@ -95,10 +119,11 @@ def record(residual: Residual) -> Generator[dict[int, dict[int, Tensor]]]:
         return exit(sources)
 
     residual.read, residual.exit = read_and_look, exit_and_look
-    try:
-        yield rows
-    finally:
-        del residual.read, residual.exit
+
+
+def means(rows: Rows) -> dict[int, dict[int, float]]:
+    """The mean weight of every source at every site."""
+    return {site: {at: torch.stack(w).mean().item() for at, w in row.items()} for site, row in rows.items()}
 
 
 def draw(rows: Mapping[int, Mapping[int, float]]) -> np.ndarray:

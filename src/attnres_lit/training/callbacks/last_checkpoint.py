@@ -1,6 +1,5 @@
 """`last.ckpt`: where `--ckpt_path last` continues."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ from lightning.pytorch.callbacks import Checkpoint
 class LastCheckpoint(Checkpoint):
     """Keeps one checkpoint of the newest state: every n steps, after every validation, and at the end.
 
-    It is written beside and renamed, so a run killed while writing keeps the one before. Saved after validation, it
-    holds what the other callbacks learned there.
+    Saved after validation, it holds what the other callbacks learned there. A run killed while writing keeps the one
+    before; on one device and with DDP, `CheckpointFiles` sees to that.
 
     Args:
         dirpath: folder of `last.ckpt`.
@@ -49,8 +48,5 @@ class LastCheckpoint(Checkpoint):
     def _save(self, trainer: Trainer) -> None:
         if trainer.fast_dev_run:  # pyrefly: ignore[missing-attribute]
             return
-        beside = self.path.with_suffix(".tmp")
-        trainer.save_checkpoint(beside, weights_only=False)
-        if trainer.is_global_zero:
-            os.replace(beside, self.path)
+        trainer.save_checkpoint(self.path, weights_only=False)
         self._saved_at = trainer.global_step

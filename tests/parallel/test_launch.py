@@ -1,0 +1,83 @@
+"""The command line starts and joins processes: `python -m` starts its own, torchrun's are taken as they are."""
+
+import csv
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from attnres_lit.cli import CLI, main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TINY = [
+    "--data.corpus=TextFiles",
+    "--data.corpus.paths=[corpus/*.txt]",
+    "--data.val_fraction=0.3",
+    "--data.seq_len=16",
+    "--data.batch_size=4",
+    "--model.config.dim=16",
+    "--model.config.num_layers=2",
+    "--model.config.num_heads=2",
+    "--trainer.limit_val_batches=3",
+    "--trainer.val_check_interval=2",
+    "--trainer.log_every_n_steps=1",
+    "--trainer.max_steps=3",
+    "--trainer.enable_model_summary=false",
+    "--trainer.enable_progress_bar=false",
+]
+ALONE = ["-m"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+
+
+@pytest.fixture(autouse=True)
+def workdir(tmp_path, monkeypatch):
+    """A folder of its own with a small corpus."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["attnres_lit"])
+    (tmp_path / "corpus").mkdir()
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("a*.py"))[:8]:
+        (tmp_path / "corpus" / f"{path.stem}.txt").write_text(path.read_text()[:8000])
+
+
+def args(parallel, *flags):
+    configs = [f"--config={CONFIGS / name}.yaml" for name in ("prenorm", f"parallel/{parallel}")]
+    return ["fit", *configs, *TINY, "--trainer.accelerator=cpu", f"--name={parallel}", *flags]
+
+
+def launch(launcher, parallel, *flags):
+    """Train in processes of their own, and return the losses of training and validation that were logged."""
+    command = [sys.executable, *launcher, "attnres_lit", *args(parallel, *flags)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    with open(f"runs/{parallel}/csv/version_0/metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    return [[float(row[name]) for row in rows if row[name]] for name in ("train/loss", "val/loss", "grad_norm")]
+
+
+def agree(first, second):
+    assert [len(values) for values in first] == [3, 1, 3]
+    assert all(values == pytest.approx(others, rel=1e-5) for values, others in zip(first, second, strict=True))
+
+
+def test_two_launchers_and_two_strategies_train_alike():
+    ddp = launch(ALONE, "ddp")
+    assert Path("runs/ddp/checkpoints/last.ckpt").exists()
+    agree(ddp, launch(TORCHRUN, "fsdp", "--trainer.enable_checkpointing=false"))
+
+
+@pytest.mark.slow
+def test_the_other_way_round():
+    agree(launch(TORCHRUN, "ddp"), launch(ALONE, "fsdp", "--trainer.enable_checkpointing=false"))
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_only_a_sharded_model_is_built_without_values(parallel, monkeypatch):
+    models = []
+    monkeypatch.setattr(CLI, "_run_subcommand", lambda self, subcommand: models.append(self.model.model))
+    main(args(parallel))
+    assert {p.is_meta for p in models[0].parameters()} == {parallel == "fsdp"}

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from attnres_lit.ops import (
     DepthStats,
-    are_few,
     complete_rstd,
     depth_attention,
     inter_block_reads,
     merge_sources,
+    reads_alone,
     resolve,
 )
 from attnres_lit.residual.base import Note, Residual, Sources
@@ -109,6 +109,14 @@ class AttnRes(Residual):
         _, rstd = self._split(sources, None, self.num_sites)
         return depth_attention(self.values(sources), *self._query(self.num_sites), rstd=rstd, **self._options)
 
+    def read_scale(self, site: int) -> float:
+        """One over the number of sources, of which zero queries read the mean."""
+        nothing = torch.empty(0, device="cpu")
+        sources = self.open(nothing)
+        for earlier in range(site):
+            sources = self.write(sources, nothing, earlier, ())
+        return 1 / len(self.values(sources))
+
     def weights(self, sources: Sources, site: int) -> Tensor | None:
         """The softmax weights of `site`; ones where there is a single source."""
         values = self.values(sources)
@@ -147,7 +155,7 @@ class AttnRes(Residual):
         # statistics begin with an `out`, which has the axes of a source
         stats = 3 * (run.stop - site) if run and ahead and ahead[0].dim() == sources.done[0].dim() else 0
         rstd = ahead[stats:]
-        if not are_few(sources.done):  # a read of few sources has no use for it
+        if not reads_alone(sources.done, self.depth_backend, self.num_heads):
             rstd = complete_rstd(sources.done, rstd, self.eps, self.depth_backend)
         return ahead[:stats], rstd
 

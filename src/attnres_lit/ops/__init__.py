@@ -2,10 +2,10 @@
 
 from attnres_lit.ops.backends import BACKENDS, Backend, check_backend, resolve
 from attnres_lit.ops.depth_attention import (
-    are_few,
     complete_rstd,
     depth_attention,
     depth_attention_reference,
+    reads_alone,
     reciprocal_rms,
 )
 from attnres_lit.ops.sinkhorn import sinkhorn
@@ -22,7 +22,6 @@ __all__ = [
     "BACKENDS",
     "Backend",
     "DepthStats",
-    "are_few",
     "check_backend",
     "complete_rstd",
     "depth_attention",
@@ -31,6 +30,7 @@ __all__ = [
     "inter_block_reads",
     "merge_partial",
     "merge_sources",
+    "reads_alone",
     "reciprocal_rms",
     "resolve",
     "sinkhorn",

@@ -73,9 +73,16 @@ def resolve(backend: Backend, sources: Sequence[Tensor], heads: int = 1) -> Back
     return backend
 
 
+@cache
 def engine(backend: str) -> ModuleType:
     """The module with the formulas of a backend that `resolve` returned, "fla" excepted."""
     return import_module("attnres_lit.ops.cpu_kernels") if backend == "compiled" else eager
+
+
+@cache
+def cpu_read() -> ModuleType:
+    """The module with the read of inference of the backend "compiled"."""
+    return import_module("attnres_lit.ops.cpu_read")
 
 
 @cache

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnres_lit.ops import eager, fla
 from attnres_lit.ops.attend import attend
-from attnres_lit.ops.backends import Backend, engine, resolve
+from attnres_lit.ops.backends import Backend, cpu_read, engine, resolve
 from attnres_lit.ops.eager import compute_dtype, full_precision
 
 FEW = 2**15  # elements of all sources together
@@ -106,11 +106,14 @@ def depth_attention(
             backend that is unknown, not installed, or for another device.
     """
     check_sources(sources, query, key_gain)
-    if backend == "auto" and query.dim() == 1 and not return_weights and are_few(sources):
-        return _stacked(sources, query if key_gain is None else query * key_gain, eps)
-    backend = resolve(backend, sources, query.shape[0] if query.dim() == 2 else 1)
+    asked, backend = backend, resolve(backend, sources, query.shape[0] if query.dim() == 2 else 1)
     if len(sources) == 1 and not return_weights:  # the softmax of one logit is 1, whatever the query
         return sources[0]
+    if query.dim() == 1 and not return_weights and in_inference():
+        if backend == "compiled":
+            return cpu_read().read(sources, query, key_gain, eps)
+        if asked == "auto" and are_few(sources):
+            return _stacked(sources, query if key_gain is None else query * key_gain, eps)
     if backend == "fla" and fla.fits(sources, query, eps):
         return fla.depth_attention(sources, query, key_gain, eps, return_weights)
     rstd = complete_rstd(sources, rstd, eps, backend)
@@ -158,10 +161,20 @@ def _stacked(sources: Sequence[Tensor], query: Tensor, eps: float | None) -> Ten
     return (logits.softmax(0).unsqueeze(-1) * values).sum(0).to(sources[0].dtype)
 
 
-def are_few(sources: Sequence[Tensor]) -> bool:
-    """Whether this is decoding a few tokens, where calls cost more than copies."""
-    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled() or not sources:
+def reads_alone(sources: Sequence[Tensor], backend: Backend, heads: int = 1) -> bool:
+    """Whether a read of these sources is one call that takes nothing from other reads: in inference, where it can be."""
+    if heads > 1 or not sources or not in_inference():
         return False
+    return are_few(sources) or resolve(backend, sources) == "compiled"
+
+
+def in_inference() -> bool:
+    """Whether no backward can follow, and numbers are computed, not traced."""
+    return torch.is_inference_mode_enabled() and not torch.compiler.is_compiling()
+
+
+def are_few(sources: Sequence[Tensor]) -> bool:
+    """Whether calls cost more than copies."""
     return sources[0].numel() * len(sources) <= FEW
 
 
@@ -178,6 +191,23 @@ def check_sources(sources: Sequence[Tensor], query: Tensor, key_gain: Tensor | N
     """Raise a ValueError that says what was given where the arguments of a depth read do not fit together."""
     if len(sources) == 0:
         raise ValueError("depth attention needs at least one source, got none")
+    first, count = sources[0], len(sources)
+    # lists compare faster than tensors one by one, which counts when a token is decoded
+    if (
+        [source.shape for source in sources] != [first.shape] * count
+        or [source.dtype for source in sources] != [first.dtype] * count
+        or [source.device for source in sources] != [first.device] * count
+    ):
+        _refuse(sources)
+    width = first.shape[-1]
+    if query.dim() not in (1, 2) or query.numel() != width:
+        raise ValueError(f"query must be (D,) or (H, D / H) with D = {width}, got {tuple(query.shape)}")
+    if key_gain is not None and key_gain.shape != (width,):
+        raise ValueError(f"key_gain must be ({width},), got {tuple(key_gain.shape)}")
+
+
+def _refuse(sources: Sequence[Tensor]) -> None:
+    """Name the first source that differs."""
     first = sources[0]
     for k, source in enumerate(sources):
         if (source.shape, source.dtype, source.device) != (first.shape, first.dtype, first.device):
@@ -185,8 +215,3 @@ def check_sources(sources: Sequence[Tensor], query: Tensor, key_gain: Tensor | N
                 f"sources must agree: source 0 is {tuple(first.shape)} {first.dtype} on {first.device}, "
                 f"source {k} is {tuple(source.shape)} {source.dtype} on {source.device}"
             )
-    width = first.shape[-1]
-    if query.dim() not in (1, 2) or query.numel() != width:
-        raise ValueError(f"query must be (D,) or (H, D / H) with D = {width}, got {tuple(query.shape)}")
-    if key_gain is not None and key_gain.shape != (width,):
-        raise ValueError(f"key_gain must be ({width},), got {tuple(key_gain.shape)}")

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from attnres_lit.ops import (
     DepthStats,
-    are_few,
     complete_rstd,
     depth_attention,
     inter_block_reads,
     merge_sources,
+    reads_alone,
     resolve,
 )
 from attnres_lit.residual.base import Note, Residual, Sources
@@ -155,7 +155,7 @@ class AttnRes(Residual):
         # statistics begin with an `out`, which has the axes of a source
         stats = 3 * (run.stop - site) if run and ahead and ahead[0].dim() == sources.done[0].dim() else 0
         rstd = ahead[stats:]
-        if not are_few(sources.done):  # a read of few sources has no use for it
+        if not reads_alone(sources.done, self.depth_backend, self.num_heads):
             rstd = complete_rstd(sources.done, rstd, self.eps, self.depth_backend)
         return ahead[:stats], rstd
 

@@ -15,9 +15,10 @@ from attnres_lit.inference.evaluate import split_perplexity
 from attnres_lit.inference.export import export as write_export
 from attnres_lit.inference.export import family_of
 from attnres_lit.inference.generate import PREFILL_CHUNK
-from attnres_lit.inference.load import load, read
+from attnres_lit.inference.load import load
 from attnres_lit.inference.sampling import Sampling
 from attnres_lit.inference.text import Step, complete
+from attnres_lit.parallel.checkpoint import describe
 from attnres_lit.residual import PreNorm
 
 
@@ -186,7 +187,7 @@ def export(args: Sequence[str]) -> None:
     parser.add_argument("--dtype", default="float32", help="of the weights: float32, bfloat16 or float16")
     options = parser.parse(args)
     model, tokenizer, *_ = load(options.ckpt_path)
-    residual = read(options.ckpt_path)["hyper_parameters"]["residual"]
+    residual = describe(options.ckpt_path)["hyper_parameters"]["residual"]
     write_export(model, residual, tokenizer, options.out, options.dtype)
     plain = family_of(model.config) if type(model.residual) is PreNorm else None
     print(f"{options.out}: " + (f"a {plain} model" if plain else "needs attnres_lit and trust_remote_code=True"))

@@ -1,4 +1,4 @@
-"""Generation with every residual strategy, as a ratio to PreNorm in the same process: latency of a token, prefill, memory.
+"""Generation with every residual strategy beside PreNorm in the same process: latency of a token, prefill, memory.
 
     python scripts/bench_generate.py                              # decode at batch 1 and 8, prefill of 2048 tokens
     python scripts/bench_generate.py --what decode --rounds 200 --cases block full

@@ -15,9 +15,12 @@ from attnres_lit.inference.evaluate import split_perplexity
 from attnres_lit.inference.export import export as write_export
 from attnres_lit.inference.export import family_of
 from attnres_lit.inference.generate import PREFILL_CHUNK
-from attnres_lit.inference.load import load, read
+from attnres_lit.inference.inspect import look_inside
+from attnres_lit.inference.load import load
+from attnres_lit.inference.page import write as write_page
 from attnres_lit.inference.sampling import Sampling
 from attnres_lit.inference.text import Step, complete
+from attnres_lit.parallel.checkpoint import describe
 from attnres_lit.residual import PreNorm
 
 
@@ -186,14 +189,37 @@ def export(args: Sequence[str]) -> None:
     parser.add_argument("--dtype", default="float32", help="of the weights: float32, bfloat16 or float16")
     options = parser.parse(args)
     model, tokenizer, *_ = load(options.ckpt_path)
-    residual = read(options.ckpt_path)["hyper_parameters"]["residual"]
+    residual = describe(options.ckpt_path)["hyper_parameters"]["residual"]
     write_export(model, residual, tokenizer, options.out, options.dtype)
     plain = family_of(model.config) if type(model.residual) is PreNorm else None
     print(f"{options.out}: " + (f"a {plain} model" if plain else "needs attnres_lit and trust_remote_code=True"))
+
+
+def inspect(args: Sequence[str]) -> None:
+    """Show where the parameters are and what depth does with a text, as pictures and a page."""
+    parser = Parser("inspect", "A look inside a trained model: parameters, depth-attention weights, output sizes.")
+    parser.add_argument("--prompt", metavar="TEXT", help="what the model reads; by default, what it writes itself")
+    parser.add_argument("--out", default="inspect", metavar="DIR", help="for the results (default: %(default)s)")
+    options = parser.parse(args)
+    model, tokenizer, _, step = load(options.ckpt_path, options.device)
+    insight = look_inside(model, tokenizer, options.prompt)
+    hparams = describe(options.ckpt_path)["hyper_parameters"]
+    residual = hparams["residual"]
+    facts = {
+        "checkpoint": options.ckpt_path,
+        "optimizer steps": f"{step:,}",
+        "residual": " ".join([residual["class_path"], *(f"{k}={v}" for k, v in residual["init_args"].items())]),
+        **hparams["config"],
+    }
+    total = sum(insight.parameters.values())
+    for part, count in {**insight.parameters, "total": total}.items():
+        print(f"{part:10}{count:>14,}{count / total:>9.2%}")
+    print(*write_page(options.out, insight, f"Inside {Path(options.ckpt_path).name}", facts), sep="\n")
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "generate": generate,
     "evaluate": evaluate,
     "export": export,
+    "inspect": inspect,
 }

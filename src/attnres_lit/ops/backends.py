@@ -73,7 +73,6 @@ def resolve(backend: Backend, sources: Sequence[Tensor], heads: int = 1) -> Back
     return backend
 
 
-@cache
 def engine(backend: str) -> ModuleType:
     """The module with the formulas of a backend that `resolve` returned, "fla" excepted."""
     return import_module("attnres_lit.ops.cpu_kernels") if backend == "compiled" else eager

@@ -162,7 +162,7 @@ def _stacked(sources: Sequence[Tensor], query: Tensor, eps: float | None) -> Ten
 
 
 def reads_alone(sources: Sequence[Tensor], backend: Backend, heads: int = 1) -> bool:
-    """Whether a read of these sources is one call that takes nothing from other reads: in inference, where it can be."""
+    """Whether a read of these sources is one call, which takes nothing from other reads: in inference, if it fits."""
     if heads > 1 or not sources or not in_inference():
         return False
     return are_few(sources) or resolve(backend, sources) == "compiled"
@@ -170,7 +170,7 @@ def reads_alone(sources: Sequence[Tensor], backend: Backend, heads: int = 1) -> 
 
 def in_inference() -> bool:
     """Whether no backward can follow, and numbers are computed, not traced."""
-    return torch.is_inference_mode_enabled() and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
 def are_few(sources: Sequence[Tensor]) -> bool:

@@ -211,10 +211,11 @@ def inspect(args: Sequence[str]) -> None:
         "residual": " ".join([residual["class_path"], *(f"{k}={v}" for k, v in residual["init_args"].items())]),
         **hparams["config"],
     }
+    written = write_page(options.out, insight, f"Inside {Path(options.ckpt_path).name}", facts)
     total = sum(insight.parameters.values())
     for part, count in {**insight.parameters, "total": total}.items():
         print(f"{part:10}{count:>14,}{count / total:>9.2%}")
-    print(*write_page(options.out, insight, f"Inside {Path(options.ckpt_path).name}", facts), sep="\n")
+    print(*written, sep="\n")
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {

@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint format
+.PHONY: train test test-all lint format
 
 train: $(VENV)/.installed
 	$(BIN)/python -m attnres_lit fit --config configs/block.yaml
 
 test: $(VENV)/.installed-dev lint
 	$(BIN)/pytest
+
+test-all: $(VENV)/.installed-dev lint
+	$(BIN)/pytest -m ""
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

@@ -3,6 +3,7 @@
 import csv
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from attnres_lit.cli import CLI, main
+from attnres_lit.parallel.checkpoint import write
 from attnres_lit.runs import claim
+from attnres_lit.training import LanguageModel
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -408,3 +411,64 @@ def test_two_runs_of_one_name_at_once_do_not_meet(workdir, capfd):
         assert "a run that is going on: choose another --name" in line
     held.release()
     run("fit", "block", "--trainer.max_steps=2", "--name=mine", "--ckpt_path=last")
+
+
+def as_folder(file, folder):
+    """A checkpoint as processes that share a model write it, from that of one device."""
+    checkpoint = torch.load(file, weights_only=True)
+    module = LanguageModel.load_from_checkpoint(file)
+    optimizer, _ = module.optim.build(module.model, fused=False)
+    optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+    write(folder, module, [optimizer], checkpoint)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_of_shards_is_a_checkpoint_like_any_other(workdir, capfd):
+    """Resumed bit for bit, validated, started from, consolidated; and resumed from what was consolidated."""
+    run("fit", "block", "--name=whole", "--trainer.max_steps=4")
+    run("fit", "block", "--name=parts", "--trainer.max_steps=2")
+    shutil.copytree("runs/parts", "runs/sharded")
+    for folder in ("folder.ckpt", "runs/sharded/checkpoints/last.ckpt"):
+        as_folder("runs/parts/checkpoints/last.ckpt", folder)
+    run("validate", "block", "--ckpt_path=folder.ckpt")
+    run("fit", "block", "--name=new", "--trainer.max_steps=1", "--model.init_from=folder.ckpt")
+    main(["consolidate", "runs/sharded/checkpoints/last.ckpt", "out/one.ckpt"])
+    for name, ckpt in (("sharded", "last"), ("parts", "out/one.ckpt")):
+        run("fit", "block", f"--name={name}", "--trainer.max_steps=4", f"--ckpt_path={ckpt}")
+        assert losses(f"runs/{name}") | losses(f"runs/{name}", 1) == losses("runs/whole")
+        assert Path(f"runs/{name}/checkpoints/last.ckpt").is_file()
+    line = fails(capfd, "fit", "--config", BLOCK, *TINY, "--ckpt_path=folder.ckpt", "--model.config.dim=32")
+    assert "model.config.dim=16, this run asks for 32" in line
+    assert "is there already" in fails(capfd, "consolidate", "folder.ckpt", "out/one.ckpt")
+    main(["consolidate", "folder.ckpt", "out/one.ckpt", "--overwrite"])
+    next(Path("folder.ckpt").glob("*.distcp")).unlink()
+    line = fails(capfd, "fit", "--config", BLOCK, *TINY, "--ckpt_path=folder.ckpt")
+    assert re.search(r"--ckpt_path folder.ckpt: folder.ckpt is damaged: its __0_0.distcp is missing", line)
+    assert "is missing" in fails(capfd, "consolidate", "folder.ckpt", "out/two.ckpt")
+    assert [path.name for path in Path("out").iterdir()] == ["one.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["a.ckpt", "out.ckpt"], "there is no a.ckpt"),
+        (["corpus", "out.ckpt"], "corpus is not a checkpoint, or it is damaged"),
+        (["text.ckpt", "out.ckpt"], "text.ckpt is not a checkpoint, or it is damaged"),
+        (["a.ckpt"], "the following arguments are required: out"),
+        (["a.ckpt", "out.ckpt", "--overwrit"], r"unrecognized arguments: --overwrit; did you mean overwrite\?"),
+    ],
+)
+def test_consolidate_refuses_in_one_line(capfd, args, message, workdir):
+    Path("text.ckpt").write_text("a text")
+    assert re.search(message, fails(capfd, "consolidate", *args))
+    assert not Path("out.ckpt").exists()
+
+
+def test_a_save_killed_between_two_names_is_found(workdir):
+    """The old checkpoint has stepped aside, and the new one has not its name yet."""
+    run("fit", "prenorm", "--trainer.max_steps=2")
+    checkpoints = workdir / "runs/PreNorm/checkpoints"
+    (checkpoints / "last.ckpt").rename(checkpoints / "last.ckpt.old")
+    run("fit", "prenorm", "--trainer.max_steps=3", "--ckpt_path=last")
+    assert [path.name for path in checkpoints.iterdir()] == ["last.ckpt"]
+    assert list(losses("runs/PreNorm", 1)) == [2]

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import Namespace
 
@@ -37,21 +38,21 @@ class Planner:
     ) -> None:
         """Parameters, FLOPs, memory, traffic and a simulated step of a layout; needs no accelerator and no data.
 
-        What is null is taken from the strategy that the config names, where it has such an option.
+        What is null is taken from the trainer: its devices, nodes, strategy and precision. Without one: a single rank.
 
         Args:
             model: built without values.
             datamodule: says batch_size and seq_len.
-            pipeline_parallel_size: ranks that share one copy of the model; null: 1.
-            virtual_stages: stages of every rank; null: 1.
+            pipeline_parallel_size: ranks that share one copy of the model.
+            virtual_stages: stages of every rank.
             num_microbatches: parts of a batch; null: one sequence each, and the whole batch on a single rank.
             schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS or InterleavedZeroBubble; null: 1F1B, or Interleaved1F1B
                 with virtual stages.
             cache_blocks: whether ranks keep the sources that their later stages read; null: where that saves traffic.
             split_points: the first site of every stage but the first; null: stages of about equal FLOPs.
-            data_parallel_size: copies of the whole model; null: 1.
-            fsdp_size: ranks that share the parameters of a stage; null: 1.
-            precision: of training; null: that of the trainer.
+            data_parallel_size: copies of the whole model.
+            fsdp_size: ranks that share the parameters of a stage.
+            precision: of training.
             device_flops: FLOP/s that the matrix products of a rank reach, not the peak.
             memory_bandwidth: bytes/s of its memory.
             link_bandwidth: bytes/s that a rank sends at.
@@ -89,13 +90,33 @@ class Planner:
 
 
 def without_devices(config: Namespace) -> None:
-    """Make a parsed config one that can be planned anywhere: its strategy and precision become options of the plan."""
-    asked = config.trainer.strategy
-    options = vars(asked.get("init_args") or Namespace()) if isinstance(asked, Namespace) else {}
-    for name, value in {**options, "precision": config.trainer.precision}.items():
-        if config.get(name, value) is None:
+    """Make a parsed config one that can be planned anywhere: its processes and precision become options of the plan."""
+    for name, value in {**layout(config), "precision": config.trainer.precision}.items():
+        if name in config and config[name] is None:
             config[name] = value
     config.trainer.update(
         Namespace(accelerator="cpu", devices=1, num_nodes=1, strategy="auto", precision=None, logger=False)
     )
     config.trainer.callbacks = []
+
+
+def layout(config: Namespace) -> dict[str, Any]:
+    """What the trainer's processes do, as options of the plan; those that it has already come first.
+
+    A pipeline, of all processes unless its strategy has a size; its replicas, or all processes where there is no
+    pipeline, hold copies of a model unless the strategy shards it over them, or over `data_parallel_size` of them.
+    """
+    asked, devices = config.trainer.strategy, config.trainer.devices
+    options = dict(vars(asked.get("init_args") or Namespace())) if isinstance(asked, Namespace) else {}
+    processes = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 1
+    processes *= config.trainer.num_nodes
+    ranks = config.pipeline_parallel_size or options.get("pipeline_parallel_size", 1)
+    if not isinstance(ranks, int):  # auto
+        ranks = processes
+    replicas = max(1, processes // max(1, ranks))
+    shards = options.get("fully_shard") or "data_parallel_size" in options or "fsdp" in str(asked).lower()
+    shared = config.fsdp_size or (options.get("data_parallel_size") if shards else 1)
+    if not isinstance(shared, int):  # null or auto
+        shared = replicas
+    copies = max(1, replicas // max(1, shared))
+    return options | {"pipeline_parallel_size": ranks, "fsdp_size": shared, "data_parallel_size": copies}

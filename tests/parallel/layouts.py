@@ -86,7 +86,9 @@ def held(model, optimizer):
     }
     full = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in values.items()}
     settings = {
-        names[p]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]
+        f"{names[p]}.settings": (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for p in group["params"]
     }
     return {key: value.detach().clone() for key, value in full.items()} | settings
 

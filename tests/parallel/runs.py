@@ -1,7 +1,7 @@
 """Short trainings to compare: one process, or several that share a strategy."""
 
 from contextlib import nullcontext
-from functools import cache
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -11,23 +11,32 @@ from lightning.pytorch import Callback
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from attnres_lit.parallel import FullyShardedStrategy
+from attnres_lit.parallel import FullyShardedStrategy, PipelineStrategy
 from attnres_lit.training import OptimConfig
 from parallel.world import on_ranks
 from residual.models import CONFIGS, factory_from_yaml
-from training.tiny import BATCH, Tokens, tiny_config, tiny_module, tiny_trainer
+from training.tiny import BATCH, TOKENS, Tokens, tiny_config, tiny_module, tiny_trainer
 
 STEPS = 20
+ALONE = {}  # results of `alone`
+OPTIONS = {"block": {"block_size": 3}, "full_window": {"window": 3}}  # those of the files are as Full at 6 sites
 STRATEGIES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
 class Shares(Tokens):
     """Rank r of R takes every R-th batch, from the r-th on: together, the batches of one process that accumulates R."""
 
+    def __init__(self, batches=24, batch_size=BATCH):
+        super().__init__(batches * batch_size // BATCH)
+        self.batch_size, self.seq_len = batch_size, TOKENS
+
     def train_dataloader(self):
         sampler = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        mine = self.rows.unflatten(0, (-1, BATCH))[sampler["rank"] :: sampler["num_replicas"]]
-        return DataLoader(mine.flatten(0, 1), batch_size=BATCH)
+        mine = self.rows.unflatten(0, (-1, self.batch_size))[sampler["rank"] :: sampler["num_replicas"]]
+        return DataLoader(mine.flatten(0, 1), batch_size=self.batch_size)
+
+    def val_dataloader(self):
+        return DataLoader(self.rows[: 2 * self.batch_size], batch_size=self.batch_size)
 
 
 class Result(NamedTuple):
@@ -61,9 +70,15 @@ def whole(tensor):
 def train(
     folder, residual, strategy="auto", steps=STEPS, accumulate=1, meta=False, callbacks=(), trainer=None, **model
 ):
-    """Train a tiny model by `strategy`: auto, ddp or fsdp, on the ranks there are."""
+    """Train a tiny model by `strategy`: auto, ddp, fsdp, or the options of a pipeline, on the ranks there are."""
     size = dist.get_world_size() if dist.is_initialized() else 1
-    strategy = FullyShardedStrategy() if strategy == "fsdp" else strategy
+    replicas, batch_size = size, BATCH
+    if strategy == "fsdp":
+        strategy = FullyShardedStrategy()
+    elif isinstance(strategy, dict):
+        replicas = size // strategy.get("pipeline_parallel_size", size)
+        batch_size *= strategy["num_microbatches"]
+        strategy = PipelineStrategy(**strategy)
     record = Record()
     options = {"gradient_clip_val": 0.5, "use_distributed_sampler": False} | (trainer or {})
     fit = tiny_trainer(
@@ -78,12 +93,12 @@ def train(
     model = {"config": tiny_config(num_layers=3)} | model
     with torch.device("meta") if meta else nullcontext():
         module = tiny_module(
-            factory_from_yaml(CONFIGS / f"{residual}.yaml"),
+            partial(factory_from_yaml(CONFIGS / f"{residual}.yaml"), **OPTIONS.get(residual, {})),
             # with a smaller eps, Adam blows up the rounding of gradients that are almost nothing, as mHC has at first
             optim=OptimConfig(lr=1e-2, eps=1e-6, warmup_steps=4, total_steps=STEPS),
             **model,
         )
-    fit.fit(module, Shares(batches=steps * accumulate * size))
+    fit.fit(module, Shares(steps * accumulate * replicas, batch_size))
     return Result(
         record.losses,
         record.gradients,
@@ -92,10 +107,12 @@ def train(
     )
 
 
-@cache
 def alone(folder, residual, accumulate, **options):
-    """`train` in this process, which accumulates what several ranks would share."""
-    return train(folder, residual, accumulate=accumulate, **options)
+    """`train` in this process, once, which accumulates what several ranks would share."""
+    key = repr((folder, residual, accumulate, options))
+    if key not in ALONE:
+        ALONE[key] = train(folder, residual, accumulate=accumulate, **options)
+    return ALONE[key]
 
 
 def on_several(size, folder, residual, strategy, **options):
@@ -108,6 +125,24 @@ def interleaved(results):
     losses = [loss for of_step in zip(*(each.losses for each in results), strict=True) for loss in of_step]
     assert all(each.norms == results[0].norms for each in results), "a norm must be the same everywhere"
     return results[0]._replace(losses=losses)
+
+
+def pipelined(size, folder, residual, accumulate=1, **options):
+    """A training by a pipeline on `size` ranks, as one, and what it must equal: one process, a microbatch at a time."""
+    names = ("steps", "trainer", "config")
+    shared = {"config": tiny_config(num_layers=8)} | {name: options.pop(name) for name in names if name in options}
+    model = {name: options.pop(name) for name in ("meta", "checkpoint_activations", "compile") if name in options}
+    strategy = {"num_microbatches": 4} | options
+    replicas = size // strategy.get("pipeline_parallel_size", size)
+    results = on_ranks(size, train, folder, residual, strategy, accumulate=accumulate, **shared, **model)
+    merged = interleaved(results[:replicas])
+    for each in results[1:]:
+        merged.gradients.update(each.gradients)
+        merged.parameters.update(each.parameters)
+    microbatches = strategy["num_microbatches"]
+    expected = alone(folder, residual, accumulate * replicas * microbatches, **shared)
+    losses = torch.tensor(expected.losses).unflatten(0, (-1, microbatches)).mean(-1)
+    return merged, expected._replace(losses=losses.tolist())
 
 
 def differences(result, expected):

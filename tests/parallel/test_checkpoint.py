@@ -20,8 +20,10 @@ from attnres_lit.parallel.checkpoint import (
     write,
     write_file,
 )
+from attnres_lit.parallel.sharded import ShardedCheckpoint
 from attnres_lit.runs import find_checkpoint
-from parallel.layouts import SIZES, Whole, load, rest, save, step
+from attnres_lit.training.checkpoint import misfits, warm_start
+from parallel.layouts import SIZES, Whole, load, rest, save, spread, step
 from parallel.world import RankFailed, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -110,7 +112,7 @@ def save_file(path, model, optimizers, rest):
 def test_a_save_killed_at_any_step_leaves_a_checkpoint(old, new, tmp_path):
     """The old one or the new one, whole, wherever the save was killed; and the next save clears what it left."""
     path, number, killed, left = tmp_path / "checkpoints/last.ckpt", 0, True, set()
-    model = Whole()
+    model = torch.nn.Linear(2, 2)
     weights = [{name: value + steps for name, value in model.state_dict().items()} for steps in (0, 1)]
 
     def at(save, steps):
@@ -145,6 +147,17 @@ def test_a_process_killed_while_all_write_leaves_the_old_checkpoint(tmp_path, wr
     with pytest.raises(RankFailed, match="rank 1 of 2 died with exit code 9"):
         on_ranks(2, die_while_writing, path)
     assert read_full(path)["global_step"] == 3
+
+
+def write_nowhere(path):
+    with pytest.raises(OSError, match="a file") as error:
+        save("pipeline", path / "a file" / "last.ckpt")
+    return str(error.value)
+
+
+def test_what_the_first_process_cannot_write_stops_all(tmp_path):
+    (tmp_path / "a file").write_text("")
+    assert len(set(on_ranks(2, write_nowhere, tmp_path))) == 1
 
 
 class Boom:
@@ -346,3 +359,55 @@ def test_the_old_checkpoint_is_read_only_if_there_is_no_new_one(folder):
     assert located(folder) == aside(folder)
     shutil.rmtree(folder)
     assert describe(folder)["global_step"] == 3
+
+
+class Fake(ShardedCheckpoint):
+    """The checkpoints of a strategy, and nothing else of it."""
+
+    def __init__(self, layout):
+        self.lightning_module, optimizer = spread(layout)
+        self.optimizers = [optimizer]
+
+    def broadcast(self, path):
+        return path
+
+
+def compare_part(path):
+    """What does not fit of a checkpoint and the part that this process has; as it is, and after edits of the model."""
+    strategy, found = Fake("pipeline"), []
+    model = strategy.lightning_module.model
+    for edit in (
+        lambda: None,
+        lambda: model.sublayers.pop("3") if "3" in model.sublayers else None,
+        lambda: model.residual.register_parameter("more", torch.nn.Parameter(torch.zeros(2))),
+    ):
+        edit()
+        checkpoint = strategy.load_checkpoint(path)
+        found.append(misfits(checkpoint["state_dict"], strategy.lightning_module.state_dict()))
+    return found
+
+
+def test_a_part_is_compared_with_a_whole(written):
+    """A weight that no process has is unknown; one that the checkpoint does not have is missing."""
+    for found in on_ranks(2, compare_part, written[0] / "fsdp.ckpt"):
+        assert found[0] == ""
+        assert found[1].startswith("model.sublayers.3.norm.weight, ")
+        assert found[1].endswith(" unknown")
+        assert found[2].startswith("model.residual.more missing; model.sublayers.3.")
+
+
+def warm_start_part(path):
+    """Returns the weights that this process has of another seed's model after a warm start."""
+    model, _ = spread("pipeline")
+    for value in model.state_dict().values():
+        value.zero_()
+    warm_start(model.model, str(path), {"config": {}, "residual": {"class_path": "a", "init_args": {}}})
+    return dict(model.state_dict())
+
+
+def test_a_part_starts_from_the_weights_of_a_whole(written):
+    """Without hyper-parameters in the checkpoint, the residual starts fresh."""
+    found, before = union(on_ranks(2, warm_start_part, written[0] / "fsdp.ckpt")), written[1][0]
+    for name, value in found.items():
+        assert same(value, torch.zeros_like(value) if ".residual." in name else before[name]), name
+    assert found.keys() == Whole().state_dict().keys()

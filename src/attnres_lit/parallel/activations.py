@@ -7,6 +7,8 @@ statistics of phase 1 beside that.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,6 +21,8 @@ from attnres_lit.model.config import TransformerConfig
 from attnres_lit.model.recompute import Again
 from attnres_lit.parallel.depth import Depth, tensors_of
 from attnres_lit.residual.base import Residual, Sources
+
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by bytes; half precisions weigh the same
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,15 @@ def sublayer_bytes(config: TransformerConfig, precision: Precision) -> tuple[int
         config: sizes.
         precision: bytes of a number.
     """
-    dim, kv_dim = config.dim, config.dim // config.num_heads * (config.num_kv_heads or config.num_heads)
+    dim, kv_heads = config.dim, config.num_kv_heads or config.num_heads
+    q_dim, kv_dim = config.head_width * config.num_heads, config.head_width * kv_heads
     # autocast narrows a wide norm output once for every projection that reads it
     wide = precision.source > precision.compute
     q_k_v, gate_up = (3 * dim, 2 * dim) if wide else (dim, dim)
     statistics = 4  # the norm's reciprocal RMS
-    attention = (q_k_v + 2 * dim + 2 * kv_dim) * precision.compute + 4 * config.num_heads + statistics
+    attention = (q_k_v + 2 * q_dim + 2 * kv_dim) * precision.compute + 4 * config.num_heads + statistics
+    if config.qk_norm:  # their inputs, and a reciprocal RMS of every head
+        attention += (q_dim + kv_dim) * precision.compute + 4 * (config.num_heads + kv_heads)
     mlp = (gate_up + 4 * config.mlp_dim) * precision.compute + statistics
     return attention, mlp
 
@@ -79,7 +86,7 @@ def residual_bytes(residual: Residual, stages: Sequence[range], precision: Preci
         residual: the strategy, whose parameters have values, on the CPU.
         stages: the sites of every stage.
         precision: bytes of a number.
-        again: what is computed again instead of being kept, here false or "read".
+        again: what is computed again instead of being kept.
     """
     one, two = (_kept(residual, stages, precision, again, tokens) for tokens in (1, 2))
     return [more - less for less, more in zip(one, two, strict=True)]
@@ -87,7 +94,9 @@ def residual_bytes(residual: Residual, stages: Sequence[range], precision: Preci
 
 def _kept(residual: Residual, stages: Sequence[range], precision: Precision, again: Again, tokens: int) -> list[int]:
     """Bytes that every stage keeps for so many tokens, what does not grow with them included."""
-    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[precision.source]
+    dtype = DTYPES[precision.source]
+    residual = deepcopy(residual).to(DTYPES[precision.parameter])
+    residual.depth_backend = "eager"  # it may be one for another device
     # the tensors too, so that no storage is used again
     known: dict[int, Tensor] = {_storage(parameter): parameter for parameter in residual.parameters()}
     kept, counts = 0, []
@@ -99,51 +108,31 @@ def _kept(residual: Residual, stages: Sequence[range], precision: Precision, aga
             kept += tensor.untyped_storage().nbytes()
         return tensor
 
-    backend, residual.depth_backend = residual.depth_backend, "eager"
-    try:
-        with (
-            torch.enable_grad(),
-            torch.autocast("cpu", torch.bfloat16, enabled=precision.compute == 2),
-            saved_tensors_hooks(keep, lambda tensor: tensor),
-        ):
-            sources = residual.open(torch.ones(1, tokens, residual.dim, dtype=dtype, requires_grad=True) * 1)
-            for stage in stages:
-                if stage.start > 0:
-                    known |= {_storage(tensor): tensor for tensor in tensors_of(sources)}
-                for site in stage:
+    with (
+        torch.enable_grad(),
+        torch.autocast("cpu", torch.bfloat16, enabled=precision.compute == 2),
+        saved_tensors_hooks(keep, _same),
+    ):
+        sources = residual.open(torch.ones(1, tokens, residual.dim, dtype=dtype, requires_grad=True) * 1)
+        for stage in stages:
+            if stage.start > 0:
+                known |= {_storage(tensor): tensor for tensor in tensors_of(sources)}
+            for site in stage:
+                before, ahead = tensors_of(sources), sources.ahead
+                with saved_tensors_hooks(_same, _same) if again is True else nullcontext():
                     h, note = residual.read(sources, site)
-                    # the norm of the sublayer keeps its input, or the Sources wait for a second read
-                    for tensor in (*tensors_of(sources), *sources.ahead) if again == "read" else (h,):
-                        keep(tensor)
                     sources = residual.write(sources, h * 1, site, note)
-                sources = Sources(sources.done, sources.partial)
-                if stage.stop == residual.num_sites:
-                    residual.exit(sources)
-                else:
-                    for tensor in tensors_of(sources):  # the pipeline holds what it sends
-                        keep(tensor)
-                counts.append(kept)
-                kept = 0
-    finally:
-        residual.depth_backend = backend
-    return counts
-
-
-def layer_input_bytes(depth: Depth, stages: Sequence[range], precision: Precision) -> list[int]:
-    """Kept by every stage if layers are computed again: the Sources that a layer starts from, each tensor once.
-
-    Args:
-        depth: the run of the strategy.
-        stages: the sites of every stage.
-        precision: bytes of a number.
-    """
-    counts = []
-    for stage in stages:
-        starts = {site for site in stage if site % 2 == 0 or site == stage.start} | {stage.stop}
-        held = {i for site in starts for i in depth.cuts[site].tensors} - (
-            set(depth.cuts[stage.start].tensors) if stage.start else set()
-        )
-        counts.append(width(depth, held) * precision.source)
+                # the norm of the sublayer keeps its input; or the read waits for its second time, or the layer
+                for tensor in {False: (h,), "read": (*before, *ahead), True: () if site % 2 else before}[again]:
+                    keep(tensor)
+            sources = Sources(sources.done, sources.partial)
+            if stage.stop == residual.num_sites:
+                residual.exit(sources)
+            else:
+                for tensor in tensors_of(sources):  # the pipeline holds what it sends
+                    keep(tensor)
+            counts.append(kept)
+            kept = 0
     return counts
 
 
@@ -154,3 +143,7 @@ def width(depth: Depth, tensors: Any) -> int:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

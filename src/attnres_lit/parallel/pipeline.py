@@ -78,10 +78,12 @@ class PipelineStrategy(ShardedCheckpoint, ModelParallelStrategy):
 
     @property
     def settings(self) -> PipelineSettings:
-        """What is asked for, with the number of ranks that "auto" stands for."""
+        """What is asked for, with the number of ranks that "auto" stands for. Raises ValueError if it cannot be."""
         ranks, processes = self.pipeline_parallel_size, self.num_processes * self.num_nodes
         if ranks == "auto":
             ranks = processes
+        if ranks < 1 or processes % ranks:
+            raise ValueError(f"pipeline_parallel_size={ranks} must divide the number of processes, {processes}")
         return PipelineSettings(ranks, self.num_microbatches, self.schedule, self.virtual_stages, self.cache_blocks)
 
     def cut(self, model: Transformer, seq_len: int, batch_size: int | None, compile: bool) -> Layout:
@@ -96,16 +98,20 @@ class PipelineStrategy(ShardedCheckpoint, ModelParallelStrategy):
         Raises:
             ValueError: what is asked for does not go together, or not with the model or the batch.
         """
-        asked, processes = self.settings, self.num_processes * self.num_nodes
+        asked = self.settings
         check_pipeline(asked, batch_size, model.config.tie_embeddings, compile)
-        if processes % (ranks := asked.pipeline_parallel_size):
-            raise ValueError(f"pipeline_parallel_size={ranks} must divide the number of processes, {processes}")
         materialize(model, "residual")
+        model.residual.split_backward = self.schedule == "InterleavedZeroBubble"
         layout = cut_model(model.config, model.residual, seq_len, asked, self.split_points)
+        name = type(model.residual).__name__
         if self.fully_shard and (shared := layout.shared_parameters()):
             raise ValueError(
-                f"fully_shard=true needs every parameter in one stage: {type(model.residual).__name__} uses its "
-                f"{next(iter(shared))} in several"
+                f"fully_shard=true needs every parameter in one stage: {name} uses its {next(iter(shared))} in several"
+            )
+        if model.residual.split_backward and (reused := layout.reused_parameters()):
+            raise ValueError(
+                f"schedule InterleavedZeroBubble needs every parameter at one site: {name} uses its {reused[0]} at "
+                "several; choose Interleaved1F1B"
             )
         return layout
 
@@ -125,7 +131,6 @@ class PipelineStrategy(ShardedCheckpoint, ModelParallelStrategy):
         layout = self.cut(model, getattr(trainer.datamodule, "seq_len", model.config.max_seq_len), None, compile)
         shapes = {name: parameter.shape for name, parameter in model.residual.named_parameters()}
         self.shared = {name: (first, shapes[name]) for name, first in layout.shared_parameters().items()}
-        model.residual.split_backward = self.schedule == "InterleavedZeroBubble"
         group, context = self.device_mesh["pipeline"].get_group(), self.precision_plugin.forward_context
         mine = range(dist.get_rank(group), layout.num_stages, layout.num_ranks)
         stages = [Stage(model, layout, index, self.cache, context) for index in mine]
@@ -203,7 +208,7 @@ class BlockCacheCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Open the cache."""
         strategy = _strategy(trainer)
-        strategy.pipeline.bytes_sent = 0
+        strategy.pipeline.sent.clear()
         strategy.cache.open()
 
     def on_train_batch_end(
@@ -212,7 +217,7 @@ class BlockCacheCallback(Callback):
         """Close it, and log."""
         cache, pipeline = _strategy(trainer).cache, _strategy(trainer).pipeline
         cache.close()
-        sent, all_sources = pipeline.bytes_sent, pipeline.bytes_without_cache(batch[:, 1:].shape)
+        sent, all_sources = pipeline.sent.total(), pipeline.bytes_without_cache(batch[:, 1:].shape)
         for name, value in {"bytes_sent": sent, "bytes_saved": all_sources - sent}.items():
             pl_module.log(f"pipeline/{name}", float(value), sync_dist=True, reduce_fx="sum")
         pl_module.log("pipeline/peak_cached_bytes", float(cache.peak_bytes), sync_dist=True, reduce_fx="max")

@@ -15,7 +15,6 @@ from attnres_lit.parallel import cost_model
 from attnres_lit.parallel.activations import (
     Precision,
     head_bytes,
-    layer_input_bytes,
     residual_bytes,
     sublayer_bytes,
     width,
@@ -190,9 +189,7 @@ def activation_bytes(
     """The most that every rank keeps for backward at a time; with the cache a rank has a source once."""
     config, again = model.config, model.recompute.again
     received = traffic([depth.cuts[stage.start] for stage in stages[1:]], len(actions), cache)
-    of_residual = (
-        layer_input_bytes(depth, stages, sizes) if again is True else residual_bytes(residual, stages, sizes, again)
-    )
+    of_residual = residual_bytes(residual, stages, sizes, again)
     of_sublayer = (0, 0) if again is True else sublayer_bytes(config, sizes)
     held = [
         kept + width(depth, arrives.received) * sizes.source + sum(of_sublayer[site % 2] for site in stage)

@@ -1,5 +1,6 @@
 """Batches through the stages of a pipeline, on torch.distributed.pipelining."""
 
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -39,7 +40,7 @@ class Pipeline:
         self.device = device
         self.group = group
         self.accumulated = 1  # batches whose mean one optimizer step takes
-        self.bytes_sent = 0  # by this rank, forward and backward, since it was last set to 0
+        self.sent: Counter[tuple[int, int]] = Counter()  # bytes from stage to stage, by this rank, until cleared
         self._driver = cache(self._build)
 
     def run(self, tokens: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
@@ -139,12 +140,12 @@ class CountedStage(PipelineStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """As PipelineStage's."""
-        return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
+        return self._counted(super().get_fwd_send_ops(fwd_chunk_id), self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """As PipelineStage's."""
-        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
+        return self._counted(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1)
 
-    def _counted(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        self.pipeline.bytes_sent += sum(op.tensor.nbytes for op in ops)
+    def _counted(self, ops: list[dist.P2POp], to: int) -> list[dist.P2POp]:
+        self.pipeline.sent[self.stage_index, to] += sum(op.tensor.nbytes for op in ops)
         return ops

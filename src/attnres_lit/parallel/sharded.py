@@ -60,8 +60,7 @@ class ShardedCheckpoint(Base):
         """
         assert self.lightning_module is not None
         self._restored_from = self.broadcast(str(checkpoint_path))
-        checkpoint: dict[str, Any] = {}
-        together(lambda: checkpoint.update(describe(self._restored_from)))
+        checkpoint = together(lambda: describe(self._restored_from))
         elsewhere = held_elsewhere(self.lightning_module.state_dict())
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k not in elsewhere}
         return checkpoint

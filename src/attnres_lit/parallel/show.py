@@ -40,7 +40,9 @@ def lines(numbers: dict[str, Any]) -> Iterator[str]:
     io = numbers["residual_io"]
     yield line("residual traffic", f"{io['widths_per_token_and_site']:.3g} D per token and site")
     held = numbers["sources"]
-    yield line("sources at the exit", f"{held['finished']}: {si(held['bytes_at_max_seq_len'], 'B')} at max_seq_len")
+    yield line(
+        "finished sources", f"{held['finished']} at most: {si(held['bytes_at_max_seq_len'], 'B')} at max_seq_len"
+    )
     if crossing["list"]:
         yield ""
         yield "bytes across boundaries, per microbatch and direction"

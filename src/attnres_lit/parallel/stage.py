@@ -1,7 +1,7 @@
 """One stage of a pipeline: some sites of the model, and what crosses its boundaries."""
 
 import copy
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -40,6 +40,12 @@ class Layout(NamedTuple):
         """Names of the residual's parameters that a stage uses."""
         sites = [*self.sites[stage], *([len(self.depth.uses) - 1] if stage == self.num_stages - 1 else [])]
         return frozenset().union(*(self.depth.uses[site] for site in sites))
+
+    def reused_parameters(self) -> list[str]:
+        """The residual's parameters that several sites of one stage use."""
+        of_stages = [self.depth.uses[sites.start : sites.stop] for sites in self.sites]
+        counts = [Counter(name for uses in of_sites for name in uses) for of_sites in of_stages]
+        return sorted({name for of_stage in counts for name, sites in of_stage.items() if sites > 1})
 
     def shared_parameters(self) -> dict[str, int]:
         """The residual's parameters that several stages use, and the first rank that has each."""

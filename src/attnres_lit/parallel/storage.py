@@ -28,12 +28,16 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from attnres_lit.model import huggingface
 from attnres_lit.parallel.atomic import INDEX, REST, located
 
+
+def _no_path(*parts: str) -> None:
+    """In place of the folder's path when it was written, which nobody needs."""
+
+
 KNOWN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
-    # the folder's path when it was written, which nobody needs
-    **{(module, "PosixPath"): Path for module in ("pathlib", "pathlib._local")},
+    **{(module, "PosixPath"): _no_path for module in ("pathlib", "pathlib._local")},
     **{
         ("torch.distributed.checkpoint.metadata", name): getattr(metadata, name)
         for name in (

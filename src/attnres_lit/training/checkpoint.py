@@ -9,6 +9,8 @@ from torch import Tensor
 
 from attnres_lit.model import Transformer
 from attnres_lit.parallel.checkpoint import describe, held_elsewhere, read_weights
+from attnres_lit.parallel.storage import Stored
+from attnres_lit.parallel.together import together
 
 EXECUTION = {"two_phase"}  # options of a residual that change how a value is computed, not which
 
@@ -60,7 +62,7 @@ def warm_start(model: Transformer, path: str, asked: Mapping[str, Any]) -> None:
     Raises:
         ValueError: there is no such checkpoint, or it is damaged; its weights do not fit.
     """
-    same_strategy = check_warm_start(model, path, asked)
+    same_strategy = together(lambda: check_warm_start(model, path, asked))
     weights = {
         f"model.{name}": weight
         for name, weight in model.state_dict().items()
@@ -72,7 +74,13 @@ def warm_start(model: Transformer, path: str, asked: Mapping[str, Any]) -> None:
 
 
 def check_warm_start(model: Transformer, path: str, asked: Mapping[str, Any]) -> bool:
-    """Raise what `warm_start` raises; the model stays as it is. Returns whether the residual's weights are loaded."""
+    """Raise what `warm_start` raises; the model stays as it is. All processes call it.
+
+    Returns:
+        Whether the weights of the residual are loaded too.
+    """
+    target = {f"model.{name}": weight for name, weight in model.state_dict().items()}
+    elsewhere = held_elsewhere(target)
     try:
         checkpoint = describe(path)
     except ValueError as error:
@@ -80,15 +88,13 @@ def check_warm_start(model: Transformer, path: str, asked: Mapping[str, Any]) ->
     stored = checkpoint.get("hyper_parameters", {})
     old, new = (architecture(each) if "residual" in each else {} for each in (stored, asked))
     same_strategy = old.get("model.residual") == new["model.residual"]
-    target = {f"model.{name}": weight for name, weight in model.state_dict().items()}
-    weights, elsewhere = checkpoint["state_dict"], held_elsewhere(target)
     weights, target = (
         {
             name.removeprefix("model."): weight
             for name, weight in each.items()
             if name not in elsewhere and (same_strategy or not name.startswith("model.residual."))
         }
-        for each in (weights, target)
+        for each in (checkpoint["state_dict"], target)
     )
     found = misfits(weights, target)
     # the number of heads is not in the shape of any weight, nor is it whether two weights are one
@@ -96,10 +102,10 @@ def check_warm_start(model: Transformer, path: str, asked: Mapping[str, Any]) ->
     if heads in old and old[heads] != new[heads]:
         found = f"{heads}={old[heads]}, this run has {new[heads]}"
     if model.config.tie_embeddings and not found:
-        ends = [f"model.{each}.weight" for each in ("head", "embedding")]
-        read = {name: torch.empty_like(checkpoint["state_dict"][name], device="cpu") for name in ends}
-        read_weights(path, read)
-        if not read[ends[0]].equal(read[ends[1]]):
+        names = ("model.head.weight", "model.embedding.weight")
+        ends = {f"state_dict.{name}": torch.empty_like(checkpoint["state_dict"][name], device="cpu") for name in names}
+        Stored(path).fill(ends)
+        if not torch.equal(*ends.values()):
             found = "its head is not its embedding, and this run ties them"
     if found:
         raise ValueError(f"model.init_from: {path} does not fit: {found}")

@@ -75,6 +75,7 @@ def test_generate(trained, capfd, monkeypatch, tmp_path):
     assert out.startswith("line 3 ")
     assert re.fullmatch(r"\[\d tokens: the first after [\d.]+ s, then \d+ tokens/s\]\n", err)
     assert run(capfd, *say, "--prompt", "line 3 ").out == out
+    assert "trained on 16 tokens" in run(capfd, *say, "--prompt", "line 3 " * 8).err
     assert run(capfd, *say, "--prompt", "line 3 ", "--seed", 5).out != out
     (tmp_path / "prompt.txt").write_text("line 3 \n")
     assert run(capfd, *say, "--prompt-file", tmp_path / "prompt.txt").out == out

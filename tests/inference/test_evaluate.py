@@ -74,6 +74,7 @@ def test_refuses_nothing(model):
         perplexity(model, [[]], TOKEN_BYTES, START)
 
 
+@pytest.mark.filterwarnings("ignore:An item was larger than the target chunk size")
 @pytest.mark.parametrize("piece", [7, 2**20])
 def test_documents_come_back_whole_from_any_number_of_chunks(tmp_path, monkeypatch, piece):
     monkeypatch.setattr("attnres_lit.data.shards._PIECE", piece)

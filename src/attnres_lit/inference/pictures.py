@@ -59,6 +59,7 @@ def draw_tokens(rows: Mapping[int, Mapping[int, np.ndarray]], tokens: Sequence[s
         _label(axes.set_yticks, source_names(sources), 8)
         _label(axes.set_xticks, list(tokens), 80)
         axes.tick_params(labelsize=6)
+        axes.tick_params(axis="x", rotation=90 if max(map(len, tokens)) > 2 else 0)
         if site == last:
             figure.colorbar(image, ax=grid.tolist(), ticks=TICKS, shrink=min(1.0, 3 / lines), label=WEIGHT)
     for axes in grid[len(rows) :]:

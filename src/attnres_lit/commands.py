@@ -82,9 +82,12 @@ def generate(args: Sequence[str]) -> None:
     if options.interactive and (options.prompt or options.prompt_file):
         raise ValueError("--interactive asks for its prompts: leave --prompt and --prompt_file out")
     prompts = [*options.prompt, *map(_read, options.prompt_file)]
-    model, tokenizer, *_ = load(options.ckpt_path, options.device)
+    model, tokenizer, seq_len, _ = load(options.ckpt_path, options.device)
 
     def reply(prompts: Sequence[str], echo: bool) -> None:
+        longest = max(len(tokenizer.encode(prompt)) for prompt in prompts) + options.max_new_tokens
+        if longest > seq_len:
+            sys.stderr.write(f"[trained on {seq_len} tokens at a time: what comes after them may be worse]\n")
         limits = (options.max_new_tokens, sampling, options.stop, options.prefill_chunk)
         _show(prompts, complete(model, tokenizer, prompts, *limits), echo)
 
@@ -211,10 +214,11 @@ def inspect(args: Sequence[str]) -> None:
         "residual": " ".join([residual["class_path"], *(f"{k}={v}" for k, v in residual["init_args"].items())]),
         **hparams["config"],
     }
+    written = write_page(options.out, insight, f"Inside {Path(options.ckpt_path).name}", facts)
     total = sum(insight.parameters.values())
     for part, count in {**insight.parameters, "total": total}.items():
         print(f"{part:10}{count:>14,}{count / total:>9.2%}")
-    print(*write_page(options.out, insight, f"Inside {Path(options.ckpt_path).name}", facts), sep="\n")
+    print(*written, sep="\n")
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {

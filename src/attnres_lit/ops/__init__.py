@@ -5,7 +5,7 @@ from attnres_lit.ops.depth_attention import (
     complete_rstd,
     depth_attention,
     depth_attention_reference,
-    reads_alone,
+    read_alone,
     reciprocal_rms,
 )
 from attnres_lit.ops.sinkhorn import sinkhorn
@@ -30,7 +30,7 @@ __all__ = [
     "inter_block_reads",
     "merge_partial",
     "merge_sources",
-    "reads_alone",
+    "read_alone",
     "reciprocal_rms",
     "resolve",
     "sinkhorn",

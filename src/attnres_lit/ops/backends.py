@@ -79,9 +79,9 @@ def engine(backend: str) -> ModuleType:
 
 
 @cache
-def cpu_read() -> ModuleType:
-    """The module with the read of inference of the backend "compiled"."""
-    return import_module("attnres_lit.ops.cpu_read")
+def inference_kernel() -> ModuleType | None:
+    """The module with the read of inference of the backend "compiled", if that is installed."""
+    return import_module("attnres_lit.ops.cpu_read") if "compiled" in INSTALLED else None
 
 
 @cache

@@ -59,11 +59,21 @@ _serial = njit(fastmath=MATH, cache=True)(_read)
 _parallel = njit(fastmath=MATH, parallel=True, cache=True)(_read)
 
 
+def fits(sources: Sequence[Tensor], query: Tensor) -> bool:
+    """Whether the kernel takes these: plain tensors on the CPU, alike and without gaps."""
+    first = sources[0]
+    shape, dtype = first.shape, first.dtype
+    for source in sources:
+        if source.dtype is not dtype or not source.is_cpu or not source.is_contiguous() or source.shape != shape:
+            return False
+    return shape[-1] == query.numel() and query.is_cpu and type(first) is Tensor
+
+
 def read(sources: Sequence[Tensor], query: Tensor, key_gain: Tensor | None, eps: float | None) -> Tensor:
     """Depth attention with one head.
 
     Args:
-        sources: S tensors `(..., D)` of one shape and dtype.
+        sources: S tensors `(..., D)` that fit.
         query: `(D,)`.
         key_gain: `(D,)`, or None.
         eps: of the norm on keys; None: they are not normalised.
@@ -71,14 +81,13 @@ def read(sources: Sequence[Tensor], query: Tensor, key_gain: Tensor | None, eps:
     Returns:
         `(..., D)` in the dtype of the sources, without gradient.
     """
-    first, D = sources[0], query.numel()
-    narrow, wide = first.dtype, compute_dtype(first)
-    rows = [_plain(source, narrow) for source in sources]  # these live while their addresses are in use
-    query, gain = _plain(query, wide), None if key_gain is None else _plain(key_gain, wide)
-    out = torch.empty_like(rows[0])
+    out = torch.empty_like(sources[0])
+    D, wide = query.numel(), compute_dtype(out)
+    query = _plain(query, wide)  # alive while its address is in use, as is the gain
+    gain = None if key_gain is None else _plain(key_gain, wide)
     M = out.numel() // D
     (_serial if runs_serially(M) else _parallel)(
-        MARKERS[narrow], MARKERS[wide], np.array([row.data_ptr() for row in rows]), query.data_ptr(),
+        MARKERS[out.dtype], MARKERS[wide], np.array([source.data_ptr() for source in sources]), query.data_ptr(),
         0 if gain is None else gain.data_ptr(), out.data_ptr(), M, D, -1.0 if eps is None else eps,
     )  # fmt: skip
     return out

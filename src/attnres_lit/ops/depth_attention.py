@@ -16,10 +16,10 @@ from torch import Tensor
 
 from attnres_lit.ops import eager, fla
 from attnres_lit.ops.attend import attend
-from attnres_lit.ops.backends import Backend, cpu_read, engine, resolve
+from attnres_lit.ops.backends import Backend, engine, inference_kernel, resolve
 from attnres_lit.ops.eager import compute_dtype, full_precision
 
-FEW = 2**15  # elements of all sources together
+FEW = 2**15  # elements of all sources together: so few are stacked, since calls cost more than copies
 
 
 def depth_attention_reference(
@@ -106,14 +106,11 @@ def depth_attention(
             backend that is unknown, not installed, or for another device.
     """
     check_sources(sources, query, key_gain)
-    asked, backend = backend, resolve(backend, sources, query.shape[0] if query.dim() == 2 else 1)
+    if not return_weights and (alone := read_alone(sources, query, key_gain, eps, backend)) is not None:
+        return alone
+    backend = resolve(backend, sources, query.shape[0] if query.dim() == 2 else 1)
     if len(sources) == 1 and not return_weights:  # the softmax of one logit is 1, whatever the query
         return sources[0]
-    if query.dim() == 1 and not return_weights and in_inference():
-        if backend == "compiled":
-            return cpu_read().read(sources, query, key_gain, eps)
-        if asked == "auto" and are_few(sources):
-            return _stacked(sources, query if key_gain is None else query * key_gain, eps)
     if backend == "fla" and fla.fits(sources, query, eps):
         return fla.depth_attention(sources, query, key_gain, eps, return_weights)
     rstd = complete_rstd(sources, rstd, eps, backend)
@@ -161,21 +158,25 @@ def _stacked(sources: Sequence[Tensor], query: Tensor, eps: float | None) -> Ten
     return (logits.softmax(0).unsqueeze(-1) * values).sum(0).to(sources[0].dtype)
 
 
-def reads_alone(sources: Sequence[Tensor], backend: Backend, heads: int = 1) -> bool:
-    """Whether a read of these sources is one call, which takes nothing from other reads: in inference, if it fits."""
-    if heads > 1 or not sources or not in_inference():
-        return False
-    return are_few(sources) or resolve(backend, sources) == "compiled"
+def read_alone(
+    sources: Sequence[Tensor], query: Tensor, key_gain: Tensor | None, eps: float | None, backend: Backend
+) -> Tensor | None:
+    """In inference: the read in one call, which takes nothing from other reads and leaves nothing for a backward.
 
+    Args:
+        sources: of one shape, dtype and device.
+        query, key_gain, eps, backend: as in `depth_attention`.
 
-def in_inference() -> bool:
-    """Whether no backward can follow, and numbers are computed, not traced."""
-    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-
-
-def are_few(sources: Sequence[Tensor]) -> bool:
-    """Whether calls cost more than copies."""
-    return sources[0].numel() * len(sources) <= FEW
+    Returns:
+        `(..., D)`, or None where there is no such call, and `depth_attention` reads otherwise.
+    """
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled() or query.dim() > 1 or not sources:
+        return None
+    if backend in ("auto", "compiled") and (kernel := inference_kernel()) is not None and kernel.fits(sources, query):
+        return kernel.read(sources, query, key_gain, eps)
+    if backend == "auto" and len(sources) > 1 and sources[0].numel() * len(sources) <= FEW:
+        return _stacked(sources, query if key_gain is None else query * key_gain, eps)
+    return None
 
 
 def fold(queries: Sequence[Tensor], key_gains: Sequence[Tensor | None]) -> Tensor:

@@ -26,7 +26,7 @@ from attnres_lit.ops import (
     depth_attention,
     inter_block_reads,
     merge_sources,
-    reads_alone,
+    read_alone,
     resolve,
 )
 from attnres_lit.residual.base import Note, Residual, Sources
@@ -92,30 +92,29 @@ class AttnRes(Residual):
 
     def read(self, sources: Sources, site: int) -> tuple[Tensor, Note]:
         """Depth attention over every source. The note is what later sites may take from here, for `Sources.ahead`."""
-        values, run = self.values(sources), self._runs.get(site)
+        values = self.values(sources)
         if site == 0:
             return values[0], ()
+        query, gain = self._query(site)
+        if (alone := self._read_alone(values, query, gain)) is not None:
+            return alone, ()
+        run = self._runs.get(site)
         stats, rstd = self._split(sources, run, site)
         if run and run.first == site and self._in_two_phases(values):
             stats = self._phase_one(run, values, rstd)
         if not (run and stats):
-            return depth_attention(values, *self._query(site), rstd=rstd, **self._options), rstd
+            return depth_attention(values, query, gain, rstd=rstd, **self._options), rstd
         now, unseen = DepthStats(*stats[:3]), values[run.seen :]
         known = {"rstd": rstd[run.seen :], "dtype": values[0].dtype}
-        return merge_sources(now, unseen, *self._query(site), **known, **self._options), (*stats[3:], *rstd)
+        return merge_sources(now, unseen, query, gain, **known, **self._options), (*stats[3:], *rstd)
 
     def exit(self, sources: Sources) -> Tensor:
         """Depth attention over every source, with the exit's own query."""
+        values, (query, gain) = self.values(sources), self._query(self.num_sites)
+        if (alone := self._read_alone(values, query, gain)) is not None:
+            return alone
         _, rstd = self._split(sources, None, self.num_sites)
-        return depth_attention(self.values(sources), *self._query(self.num_sites), rstd=rstd, **self._options)
-
-    def read_scale(self, site: int) -> float:
-        """One over the number of sources, of which zero queries read the mean."""
-        nothing = torch.empty(0, device="cpu")
-        sources = self.open(nothing)
-        for earlier in range(site):
-            sources = self.write(sources, nothing, earlier, ())
-        return 1 / len(self.values(sources))
+        return depth_attention(values, query, gain, rstd=rstd, **self._options)
 
     def weights(self, sources: Sources, site: int) -> Tensor | None:
         """The softmax weights of `site`; ones where there is a single source."""
@@ -154,10 +153,11 @@ class AttnRes(Residual):
         ahead = sources.ahead
         # statistics begin with an `out`, which has the axes of a source
         stats = 3 * (run.stop - site) if run and ahead and ahead[0].dim() == sources.done[0].dim() else 0
-        rstd = ahead[stats:]
-        if not reads_alone(sources.done, self.depth_backend, self.num_heads):
-            rstd = complete_rstd(sources.done, rstd, self.eps, self.depth_backend)
-        return ahead[:stats], rstd
+        return ahead[:stats], complete_rstd(sources.done, ahead[stats:], self.eps, self.depth_backend)
+
+    def _read_alone(self, values: tuple[Tensor, ...], query: Tensor, gain: Tensor | None) -> Tensor | None:
+        """In inference, where sharing work between reads gains nothing: one call, unless phases are asked for."""
+        return None if self.two_phase is True else read_alone(values, query, gain, self.eps, self.depth_backend)
 
     def _phase_one(self, run: Run, values: Sequence[Tensor], rstd: Sequence[Tensor]) -> Note:
         """Statistics of all sites of a run, three tensors each."""

@@ -19,6 +19,7 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -27,6 +28,8 @@ from attnres_lit.checks import check_config, class_of, explain
 from attnres_lit.data.datamodule import TokenDataModule
 from attnres_lit.parallel import PipelineStrategy
 from attnres_lit.parallel.checkpoint import consolidate
+from attnres_lit.parallel.launch import Launcher, RankLost
+from attnres_lit.parallel.watch import say
 from attnres_lit.planning import Planner, without_devices
 from attnres_lit.runs import check_readable, claim, find_checkpoint, move_aside, run_name, substitute
 from attnres_lit.training.checkpoint import check_resume, check_warm_start
@@ -158,6 +161,11 @@ class CLI(LightningCLI):
         trainer = super().instantiate_trainer(**kwargs)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # unless a plugin or the strategy has its own
             trainer.strategy.checkpoint_io = CheckpointFiles()
+        launcher = trainer.strategy.launcher
+        if type(launcher) is _SubprocessScriptLauncher:  # that of DDP; our strategies have their own
+            trainer.strategy._launcher = Launcher(
+                launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
+            )
         return trainer
 
     def before_fit(self) -> None:
@@ -246,6 +254,9 @@ def main(args: list[str] | None = None) -> None:
             consolidate(**vars(consolidate_parser().parse_args(given[1:])))
         else:
             CLI(args)
+    except RankLost as error:
+        say(str(error))
+        sys.exit(1)
     except (ValueError, MisconfigurationException) as error:
         for each in (error, error.__cause__):  # the parser wraps what a component that may be null raises
             raised_in = Path(traceback.extract_tb(each.__traceback__)[-1].filename) if each else Path()

@@ -26,9 +26,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import attnres_lit
 from attnres_lit.checks import check_config, class_of, explain
 from attnres_lit.data.datamodule import TokenDataModule
-from attnres_lit.parallel import PipelineStrategy
+from attnres_lit.parallel import FullyShardedStrategy, PipelineStrategy
 from attnres_lit.parallel.checkpoint import consolidate
-from attnres_lit.parallel.launch import Launcher, RankLost
+from attnres_lit.parallel.launch import Launcher, RankLost, chain
 from attnres_lit.parallel.watch import say
 from attnres_lit.planning import Planner, without_devices
 from attnres_lit.runs import check_readable, claim, find_checkpoint, move_aside, run_name, substitute
@@ -150,6 +150,8 @@ class CLI(LightningCLI):
         if isinstance(self.trainer.strategy, PipelineStrategy):
             data, model = self.datamodule, self.model
             self.trainer.strategy.cut(model.model, data.seq_len, data.batch_size, model.compiled)
+        elif isinstance(self.trainer.strategy, FullyShardedStrategy):
+            self.trainer.strategy.check()
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Without the callbacks that a flag turns off; a checkpoint file is replaced as a whole."""
@@ -258,8 +260,8 @@ def main(args: list[str] | None = None) -> None:
         say(str(error))
         sys.exit(1)
     except (ValueError, MisconfigurationException) as error:
-        for each in (error, error.__cause__):  # the parser wraps what a component that may be null raises
-            raised_in = Path(traceback.extract_tb(each.__traceback__)[-1].filename) if each else Path()
+        for each in chain(error):  # the parser wraps what a component that it builds raises
+            raised_in = Path(traceback.extract_tb(each.__traceback__)[-1].filename)
             if any(raised_in.is_relative_to(Path(package.__file__).parent) for package in (attnres_lit, lightning)):
                 fail(" ".join(str(each).split()))
         raise

@@ -35,7 +35,11 @@ class EndsTogether(Base):
     """
 
     def _configure_launcher(self) -> None:
+        """Raises ValueError: a timeout of no seconds."""
         assert self.cluster_environment is not None
+        assert self._timeout is not None
+        if (seconds := self._timeout.total_seconds()) <= 0:  # in a constructor, the parser would bury it
+            raise ValueError(f"timeout={seconds:g} must be above 0 seconds")
         self._launcher = Launcher(self.cluster_environment, len(self.parallel_devices or ()), self.num_nodes)
 
     def setup_environment(self) -> None:

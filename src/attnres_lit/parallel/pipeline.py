@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Size, Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
@@ -59,8 +60,6 @@ class PipelineStrategy(ShardedCheckpoint, EndsTogether, ModelParallelStrategy):
         fully_shard: bool = False,
         timeout: float = 1800.0,
     ) -> None:
-        if timeout <= 0:
-            raise ValueError(f"timeout={timeout} must be above 0 seconds")
         super().__init__(timeout=timedelta(seconds=timeout))
         self.pipeline_parallel_size = pipeline_parallel_size
         self.num_microbatches = num_microbatches
@@ -157,8 +156,20 @@ class PipelineStrategy(ShardedCheckpoint, EndsTogether, ModelParallelStrategy):
         hold(model, stages)
         self.pipeline = Pipeline(stages, self.schedule, self.num_microbatches, self.root_device, group)
         self.module.runner = self.pipeline
+        self._say_how_it_is_cut()
         if not any(isinstance(each, BlockCacheCallback) for each in trainer.callbacks):
             trainer.callbacks.append(BlockCacheCallback())
+
+    def _say_how_it_is_cut(self) -> None:
+        """In one line, on rank 0: a model summary sees the part of that rank alone."""
+        held = {}
+        for stage in self.pipeline.stages:
+            held[stage.index] = stage.sites, sum(parameter.numel() for parameter in stage.parameters())
+        words = []
+        for rank, of_rank in enumerate(self.pipeline.gather(held)):
+            ranks = "/".join(map(str, self.device_mesh.mesh[rank].tolist()))
+            words += [(i, f"{i} on rank {ranks}, sites {sites}, {n:,} parameters") for i, (sites, n) in of_rank.items()]
+        rank_zero_info("Stages: " + "; ".join(text for _, text in sorted(words)))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of a batch: a schedule does both in one, with autocast in the forward of each stage.

@@ -97,15 +97,17 @@ class FullyShardedStrategy(ShardedCheckpoint, EndsTogether, ModelParallelStrateg
     """
 
     def __init__(self, data_parallel_size: int | None = None, timeout: float = 1800.0) -> None:
-        if timeout <= 0:
-            raise ValueError(f"timeout={timeout} must be above 0 seconds")
         self.asked = data_parallel_size
         super().__init__(data_parallel_size or 1, 1, timeout=timedelta(seconds=timeout))
 
-    def setup_environment(self) -> None:
-        """Start the processes, now that their number is known."""
+    def check(self) -> None:
+        """Raises ValueError: `data_parallel_size` is not the number of processes."""
         processes = self.num_nodes * self.num_processes
         if self.asked not in (None, processes):
             raise ValueError(f"data_parallel_size={self.asked} must be the number of processes, {processes}, or null")
-        self._data_parallel_size = processes
+
+    def setup_environment(self) -> None:
+        """Start the processes, now that their number is known."""
+        self.check()
+        self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()

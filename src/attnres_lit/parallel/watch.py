@@ -37,7 +37,7 @@ class Watch:
         self.children = children
         self.parent = parent
         self.over, self.noticed = threading.Event(), threading.Event()
-        self.failed = False
+        self.patience = 0.0  # until when SIGTERM is ignored
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> "Watch":
@@ -54,12 +54,13 @@ class Watch:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Stop; signals do what they did before."""
-        self.failed = kind is not None
+        if kind is not None:  # about to end, and should get to say why
+            self.patience = time.monotonic() + 2 * GRACE
         self.over.set()
         if self.before:
             signal.set_wakeup_fd(self.wakeup)
             for signum, handler in self.before.items():
-                if not self.failed or signum == signal.SIGINT:
+                if not self.patience or signum == signal.SIGINT:
                     signal.signal(signum, handler)
         self.thread.join()
         os.close(self.read_end)
@@ -73,7 +74,7 @@ class Watch:
         elif not self.over.is_set():
             say(f"{self.name()}: {signal.Signals(signum).name}")
             raise SystemExit(128 + signum)
-        elif not self.failed:  # one that has failed is about to end, and should say why
+        elif time.monotonic() > self.patience:
             signal.signal(signum, before)
             signal.raise_signal(signum)
 

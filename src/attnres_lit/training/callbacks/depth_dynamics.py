@@ -48,7 +48,8 @@ class DepthDynamics(Callback):
     ) -> None:
         """Log what was observed, once the optimizer has stepped."""
         self.observing.close()
-        if self.step == trainer.global_step or not self.values:
+        # not `not self.values`: in a pipeline, a rank at whose sites no layer ends has none, and gathers all the same
+        if self.step == trainer.global_step or self.step % self.every_n_steps:
             return
         assert isinstance(pl_module, LanguageModel)
         found = pl_module.runner.gather(roots(self.values))

@@ -16,11 +16,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from attnres_lit.cli import main
+from attnres_lit.parallel.launch import Launcher
 from parallel.faults import args
 from parallel.world import on_ranks
 
 PROCESSES = {None: 1, "ddp": 2, "fsdp": 2, "pipeline": 2, "interleaved": 2, "hybrid": 4}
-FLAGS = ["--trainer.max_steps=3", "--trainer.val_check_interval=2", "--trainer.callbacks.every_n_steps=1"]
 OPTION = "--trainer.strategy.init_args."
 
 
@@ -141,4 +141,40 @@ def test_what_the_trainer_can_do_works_in_a_pipeline(flags, processes, monkeypat
 
 def test_fast_dev_run_leaves_nothing():
     run("fit", "pipeline", "--trainer.fast_dev_run=2")
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "flags", "message"),
+    [
+        (
+            "pipeline",
+            ["--trainer.devices=5", OPTION + "num_microbatches=20", "--data.batch_size=20"],
+            "fewer stages or",
+        ),
+        ("pipeline", ["--data.batch_size=6"], "num_microbatches=4 must divide the batch size, 6"),
+        (
+            "pipeline",
+            [OPTION + "virtual_stages=2"],
+            "1F1B has one stage a rank, virtual_stages=2: set it to 1",
+        ),
+        ("pipeline", [OPTION + "schedule=1f1b"], "unknown schedule '1f1b': known are GPipe"),
+        ("pipeline", [OPTION + "cache_blocks=true"], "cache_blocks=true needs virtual_stages above 1"),
+        ("interleaved", [OPTION + "cache_blocks=true", "--model.residual=PreNorm"], "has nothing to cache"),
+        ("interleaved", ["--model.config.tie_embeddings=true"], "tied embeddings across stages: set tie_embeddings"),
+        ("hybrid", [OPTION + "pipeline_parallel_size=3"], "must divide the number of processes, 4"),
+        ("pipeline", [OPTION + "split_points=[9]"], "must be 1 increasing sites between 1 and 3"),
+        ("pipeline", [OPTION + "timeout=0"], "timeout=0 must be above 0 seconds"),
+        ("pipeline", ["--trainer.precision=16-mixed"], "does not support .*precision='16-mixed'"),
+        ("fsdp", [OPTION + "data_parallel_size=3"], "data_parallel_size=3 must be the number of processes, 2, or null"),
+    ],
+)
+def test_a_mistake_gets_one_line_before_any_process(parallel, flags, message, capfd, monkeypatch):
+    monkeypatch.setattr(Launcher, "launch", None)
+    with pytest.raises(SystemExit) as end:
+        main(args("fit", parallel, *flags, config="block"))
+    assert end.value.code == 2
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert re.search(message, lines[0])
     assert not Path("runs").exists()

@@ -16,16 +16,16 @@ import pytest
 from attnres_lit.cli import main
 from parallel.faults import ALONE, args, launch, torchrun
 
-TIMEOUT = 8  # seconds
+TIMEOUT = 5  # seconds; DDP, which has no more patience at the start, gets 30
 PROCESSES = {"ddp": 2, "fsdp": 2, "pipeline": 2, "hybrid": 4}
 SAID = {
     "kill": r"error: rank \d of \d.*rank 1 was killed by SIGKILL|another rank has ended",
-    "stop": rf"error: rank \d of \d.* at step \d: another rank did not answer within {TIMEOUT} s",
+    "stop": rf"error: rank \d of \d.* at step \d: another rank did not answer within ({TIMEOUT}|30) s",
     "forward": r"rank 1 of \d.*at step 3: ArithmeticError: on purpose",
     "backward": r"rank 1 of \d.*at step 3: ArithmeticError: on purpose",
     "callback": r"rank 1 of \d.*at step 3: ArithmeticError: on purpose",
-    "interrupt": "Detected KeyboardInterrupt",
-    "interrupt all": "Detected KeyboardInterrupt",
+    "interrupt": r"Detected KeyboardInterrupt|rank \d of \d.*: SIGINT",
+    "interrupt all": r"Detected KeyboardInterrupt|rank \d of \d.*: SIGINT",
     "terminate": r"error: rank \d of \d.*: SIGTERM",
 }
 SIGNALS = {
@@ -48,7 +48,7 @@ def workdir(tmp_path, monkeypatch):
 def disturbed(launcher, parallel, kind, rank=1, limit=90):
     """What became of a run that saved at step 2, was disturbed at step 3, and would have gone on for long."""
     ranks = PROCESSES[parallel]
-    seconds = {"ddp": f"0:0:{TIMEOUT}"}.get(parallel, str(TIMEOUT))
+    seconds = "0:0:30" if parallel == "ddp" else TIMEOUT
     strategy = ["--trainer.strategy.class_path=DDPStrategy"] if parallel == "ddp" else []
     outcome = launch(
         ALONE if launcher == "alone" else torchrun(ranks),
@@ -90,7 +90,9 @@ def goes_on():
 def check(launcher, parallel, kind, rank=1):
     outcome = disturbed(launcher, parallel, kind, rank)
     by_torchrun = 30 * (launcher == "torchrun" and kind == "stop")  # it leaves that long to a process that is stopped
-    assert outcome.seconds < (TIMEOUT if kind == "stop" else 0) + 20 + by_torchrun, outcome.output
+    assert outcome.seconds < (30 if parallel == "ddp" else TIMEOUT) * (kind == "stop") + 20 + by_torchrun, (
+        outcome.output
+    )
     assert re.search(SAID[kind], outcome.output), outcome.output
     goes_on()
 

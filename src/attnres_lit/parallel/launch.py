@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from attnres_lit.parallel.watch import Watch, end, ended, say
 
 Base = ModelParallelStrategy if TYPE_CHECKING else object  # what it is mixed into
-set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # the older name, in torch 2.13
+set_timeout = getattr(dist.distributed_c10d, "set_timeout" if hasattr(dist, "set_timeout") else "_set_pg_timeout")
 PARENT = "ATTNRES_LIT_PARENT"  # in the environment of a process: which one has started it
 START = 60.0  # seconds; one process may be done with its imports long before another
 

@@ -46,7 +46,7 @@ class PipelineStrategy(ShardedCheckpoint, EndsTogether, ModelParallelStrategy):
         ValueError: settings that do not go together, or not with the model, the batch or the number of processes.
     """
 
-    group: dist.ProcessGroup  # the ranks of this rank's pipeline, in order
+    group: Any  # process group: the ranks of this rank's pipeline, in order
     pipeline: Pipeline  # from `distribute` on
 
     def __init__(

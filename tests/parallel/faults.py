@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from lightning.pytorch import Callback
 
+from attnres_lit.parallel import checkpoint
+
 TESTS = Path(__file__).parents[1]
 CONFIGS = TESTS.parent / "configs"
 TINY = [
@@ -38,7 +40,7 @@ class Fault(Callback):
 
     Args:
         kind: what happens: kill, stop (it answers no more), forward or backward (that of a sublayer raises), callback
-            (a callback raises), none; absent: the rank never joins the others.
+            (a callback raises), save (killed in the middle of the next save), none; absent: it never joins the others.
         rank: to which rank.
         step: at which optimizer step.
     """
@@ -63,6 +65,9 @@ class Fault(Callback):
 
     def callback(self, module):
         raise ArithmeticError("on purpose")
+
+    def save(self, module):
+        checkpoint._save = lambda *_: self.kill(module)
 
     def forward(self, module):
         next(iter(module.model.sublayers.values())).register_forward_hook(lambda *_: self.callback(module))
@@ -106,7 +111,6 @@ def launch(launcher, arguments, disturb=None, limit=120.0, ranks=2):
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
         )
-        start = deadline = None
         deadline, start, left = time.monotonic() + limit, time.monotonic(), []
         reached = False
         while process.poll() is None or members(process.pid):

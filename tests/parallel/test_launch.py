@@ -103,6 +103,8 @@ def test_torchrun_and_slurm_start_a_pipeline_alike():
         environment = {f"SLURM_{name}": str(value) for name, value in variables.items()}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, *ALONE, "attnres_lit", *args("pipeline", *flags)]
-        processes.append(subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.DEVNULL))
-    assert [process.wait(240) for process in processes] == [0, 0]
+        processes.append(subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.PIPE, text=True))
+    said = [process.communicate(timeout=240)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert "Stages: 0 on rank 0, sites 0-1, " in said[0]
     agree(first, losses("pipeline"))

@@ -46,7 +46,7 @@ class Logged(Callback):
             self.tables.append(rows)
             return np.zeros((2, 2, 3), np.uint8)
 
-        depth_weights.draw = table
+        depth_weights.draw_weights = table
         for logger in trainer.loggers:
             logger.log_metrics = lambda metrics, step: self.scalars.update({(k, step): v for k, v in metrics.items()})
 

@@ -1,4 +1,4 @@
-"""The command line: `python -m attnres_lit {fit,validate,test,predict,prepare,plan} --config ...`, and `consolidate`.
+"""The command line: `python -m attnres_lit {fit,validate,test,predict,prepare,plan} --config ...`, and `commands.py`.
 
 LightningCLI, with what a run needs around it: a fixed folder per run, `--ckpt_path last`, and errors of one line.
 """
@@ -24,10 +24,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import attnres_lit
 from attnres_lit.checks import check_config, class_of, explain
+from attnres_lit.commands import COMMANDS
 from attnres_lit.data.datamodule import TokenDataModule
 from attnres_lit.parallel import PipelineStrategy
 from attnres_lit.parallel.checkpoint import consolidate
 from attnres_lit.planning import Planner, without_devices
+from attnres_lit.retrofit import follow_checkpoint
 from attnres_lit.runs import check_readable, claim, find_checkpoint, move_aside, run_name, substitute
 from attnres_lit.training.checkpoint import check_resume, check_warm_start
 from attnres_lit.training.checkpoint_io import CheckpointFiles
@@ -118,6 +120,7 @@ class CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Find the run's folder, and the checkpoint that "last" and "best" stand for."""
         config = self.config[self.config.subcommand]
+        follow_checkpoint(config)
         check_config(config, self._parser(self.config.subcommand).get_defaults())
         if self.config.subcommand == "fit" and config.trainer.default_root_dir is None:
             raise ValueError("no config says how to train: start from one, for example --config configs/block.yaml")
@@ -244,6 +247,8 @@ def main(args: list[str] | None = None) -> None:
     try:
         if given[:1] == ["consolidate"]:  # it needs no trainer
             consolidate(**vars(consolidate_parser().parse_args(given[1:])))
+        elif given and given[0] in COMMANDS:
+            COMMANDS[given[0]](given[1:])
         else:
             CLI(args)
     except (ValueError, MisconfigurationException) as error:

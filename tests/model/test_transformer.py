@@ -58,7 +58,7 @@ def test_equals_a_plain_llama_loop():
 def test_rotary_keeps_lengths_and_depends_on_distance_only():
     rotary = Rotary(TransformerConfig(vocab_size=2, dim=8, num_heads=1, max_seq_len=32))
     q, k = torch.randn(8), torch.randn(8)
-    rows = torch.stack([rotary(t.expand(1, 1, 32, 8))[0, 0] for t in (q, k)])  # (2, 32, 8)
+    rows = torch.stack([rotary(t.expand(1, 1, 32, 8), slice(32))[0, 0] for t in (q, k)])  # (2, 32, 8)
     torch.testing.assert_close(rows.norm(dim=-1), torch.stack([q.norm(), k.norm()])[:, None].expand(2, 32))
     scores = rows[0] @ rows[1].T
     torch.testing.assert_close(scores[5, 3], scores[25, 23], rtol=0, atol=1e-5)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnres_lit.data.corpora import Corpus, PythonStdlib
 from attnres_lit.data.shards import Meta, prepare, verify
-from attnres_lit.data.tokenizers import ByteTokenizer, Tokenizer
+from attnres_lit.data.tokenizers import ByteTokenizer, Tokenizer, pack
 
 # Lightning distrusts the length of every iterable dataset; LitData's is exact.
 warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")
@@ -106,6 +106,10 @@ class TokenDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Check the shards against the options; runs in every process."""
         self._meta = verify(self.corpus, self.tokenizer, self.dir, self.val_fraction, self.split_seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of the data, so that it can be used alone: the tokenizer, the length it was trained on."""
+        return {"tokenizer": pack(self.tokenizer), "seq_len": self.seq_len}
 
     def train_dataloader(self) -> StreamingDataLoader:
         """Shuffled, a new order each epoch; the last incomplete batch is dropped."""

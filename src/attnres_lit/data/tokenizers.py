@@ -1,8 +1,12 @@
 """Tokenizers: text to ids and back, without loss, and with a vocabulary size known before any training."""
 
+import inspect
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -14,6 +18,8 @@ Ids = np.ndarray  # 1-D, of an integer type
 
 class Tokenizer(ABC):
     """Text to ids and back. The end-of-document id is never the result of encoding a text.
+
+    A subclass keeps the options of its constructor as attributes of the same name, so that a checkpoint can hold it.
 
     Attributes:
         name: short and safe in file names; part of the default folder of the shards.
@@ -118,22 +124,22 @@ class BPETokenizer(Tokenizer):
 
     def encode(self, text: str) -> Ids:
         """The ids of the byte pairs."""
-        return np.array(self._trained.encode(text).ids, dtype=np.uint32)
+        return np.array(self.library.encode(text).ids, dtype=np.uint32)
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
         """Text of byte pairs."""
-        return self._trained.decode([int(i) for i in ids if i < self.eod])
+        return self.library.decode([int(i) for i in ids if i < self.eod])
 
     def token_bytes(self) -> Tensor:
         """The length of every byte pair."""
         sizes = torch.zeros(self.vocab_size, dtype=torch.int64)
-        for token, i in self._trained.get_vocab().items():
+        for token, i in self.library.get_vocab().items():
             sizes[i] = len(token)  # the byte-level alphabet writes each byte as one character
         return sizes
 
     def save(self, dir: Path) -> None:
         """Write `tokenizer.json`."""
-        self._trained.save(str(dir / self._FILE))
+        self.library.save(str(dir / self._FILE))
 
     def load(self, dir: Path) -> None:
         """Read `tokenizer.json`."""
@@ -144,7 +150,39 @@ class BPETokenizer(Tokenizer):
             raise ValueError(f"{path} is missing or damaged ({error}): delete {dir} and prepare again") from None
 
     @property
-    def _trained(self) -> tokenizers.Tokenizer:
+    def library(self) -> tokenizers.Tokenizer:
+        """The trained BPE itself. Raises ValueError before it is trained."""
         if self._bpe is None:
             raise ValueError("the BPE tokenizer has no vocabulary yet: prepare the corpus, or load a prepared folder")
         return self._bpe
+
+
+def pack(tokenizer: Tokenizer) -> dict[str, Any]:
+    """A trained tokenizer as plain values and bytes, for a checkpoint: its class, its options, what `save` writes."""
+    cls = type(tokenizer)
+    options = {name: getattr(tokenizer, name) for name in inspect.signature(cls).parameters if hasattr(tokenizer, name)}
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+    return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": options, "files": files}
+
+
+def unpack(packed: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that `pack` was given.
+
+    Raises:
+        ValueError: its class cannot be imported or built; what it learned is damaged.
+    """
+    module, _, name = packed["class_path"].rpartition(".")
+    try:
+        cls = getattr(import_module(module), name)
+        if not issubclass(cls, Tokenizer):
+            raise TypeError(f"{name} is no Tokenizer")
+        tokenizer = cls(**packed["init_args"])
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(f"the tokenizer {packed['class_path']} cannot be built here: {error}") from None
+    with tempfile.TemporaryDirectory() as folder:
+        for file, content in packed["files"].items():
+            (Path(folder) / Path(file).name).write_bytes(content)
+        tokenizer.load(Path(folder))
+    return tokenizer

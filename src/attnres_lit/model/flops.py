@@ -9,9 +9,10 @@ from attnres_lit.model.config import TransformerConfig
 
 def site_flops(config: TransformerConfig, tokens: int) -> list[float]:
     """FLOPs per token of every sublayer, in sequences of `tokens`; causal attention sees half of them on average."""
-    kv_dim = config.dim // config.num_heads * (config.num_kv_heads or config.num_heads)
-    projections = 2 * config.dim * (2 * config.dim + 2 * kv_dim)
-    scores = 2 * config.dim * (tokens + 1)  # q.k and weights.v, (tokens + 1) / 2 keys each
+    q_dim = config.head_width * config.num_heads
+    kv_dim = config.head_width * (config.num_kv_heads or config.num_heads)
+    projections = 2 * config.dim * (2 * q_dim + 2 * kv_dim)
+    scores = 2 * q_dim * (tokens + 1)  # q.k and weights.v, (tokens + 1) / 2 keys each
     mlp = 2 * 3 * config.dim * config.mlp_dim
     return [projections + scores, float(mlp)] * config.num_layers
 

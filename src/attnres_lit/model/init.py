@@ -6,7 +6,7 @@
 | q, k, v, gate, up projections   | N(0, 1 / sqrt(fan-in))                                                         |
 | o_proj, down_proj (the outputs) | N(0, 1 / sqrt(fan-in) / sqrt(2 num_layers)), so that their sum keeps its size  |
 | head                            | N(0, 0.02): the first loss is that of a uniform guess                          |
-| gains of all norms              | 1                                                                              |
+| gains of all norms, all biases  | 1, 0                                                                           |
 | everything under `residual.`    | the strategy's own `reset_parameters`, called last                             |
 
 With tied embeddings the shared matrix starts as the head does.
@@ -105,6 +105,8 @@ def _initialize(model: "Transformer", name: str, module: nn.Module) -> None:
             std = 0.02 if name == "head" else module.in_features**-0.5
             is_output = name.endswith(("o_proj", "down_proj"))
             nn.init.normal_(module.weight, std=std / math.sqrt(model.config.num_sites) if is_output else std)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
         elif isinstance(module, Rotary):

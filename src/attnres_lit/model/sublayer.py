@@ -2,6 +2,8 @@
 
 from torch import Tensor, nn
 
+from attnres_lit.model.kv_cache import Slots
+
 
 class Sublayer(nn.Module):
     """`(B, T, D)` to `(B, T, D)` of the same dtype, under autocast too.
@@ -16,6 +18,6 @@ class Sublayer(nn.Module):
         self.norm = norm
         self.mixer = mixer
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`mixer(norm(x))`."""
-        return self.mixer(self.norm(x)).to(x.dtype)
+    def forward(self, x: Tensor, *slots: Slots) -> Tensor:
+        """`mixer(norm(x))`; an attention may be given the tokens before those of `x`."""
+        return self.mixer(self.norm(x), *slots).to(x.dtype)

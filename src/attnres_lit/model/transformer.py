@@ -1,6 +1,7 @@
 """The network: tokens -> embed -> open -> [ read -> sublayer -> write ] x sites -> exit -> norm -> head."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from attnres_lit.model.attention import Attention, Rotary
 from attnres_lit.model.config import TransformerConfig
 from attnres_lit.model.init import draw_seed, initialize
+from attnres_lit.model.kv_cache import NO_PAST, Past
 from attnres_lit.model.mlp import MLP
 from attnres_lit.model.norm import RMSNorm
 from attnres_lit.model.recompute import Again, Recompute
@@ -52,44 +54,52 @@ class Transformer(nn.Module):
         self.fp32_residual = fp32_residual
         self.recompute = Recompute(checkpoint_activations)
 
-        def norm() -> RMSNorm:
-            return RMSNorm(config.dim, eps=config.norm_eps)
+        depth = residual(config.num_sites, config.dim)
+
+        def norm(site: int) -> RMSNorm:
+            # a read that is s times PreNorm's at the start: s x / sqrt(mean(s x)^2 + eps s^2) is what PreNorm computes
+            return RMSNorm(config.dim, eps=config.norm_eps * depth.read_scale(site) ** 2)
 
         rotary = Rotary(config)
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.sublayers = nn.ModuleDict(
             {
-                str(site): Sublayer(norm(), MLP(config) if site % 2 else Attention(config, rotary))
+                str(site): Sublayer(norm(site), MLP(config) if site % 2 else Attention(config, rotary))
                 for site in range(config.num_sites)
             }
         )
-        self.norm = norm()
+        self.norm = norm(config.num_sites)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.residual = residual(config.num_sites, config.dim)
+        self.residual = depth
         self.residual.depth_backend = depth_backend
         self.residual.recomputed = bool(checkpoint_activations)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         initialize(self)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens `(B, T)` int64 to logits `(B, T, V)`."""
-        sources = self.residual.open(self.embed(tokens))
-        sources = self.layers(sources)
-        return self.head(self.norm(self.residual.exit(sources)))
+    def forward(self, tokens: Tensor, past: Past = NO_PAST) -> Tensor:
+        """Tokens `(B, T)` int64 to logits `(B, T, V)`. `past` has the tokens before them, see `kv_cache.py`."""
+        return self.head(self.features(tokens, past))
 
-    def layers(self, sources: Sources) -> Sources:
+    def features(self, tokens: Tensor, past: Past = NO_PAST) -> Tensor:
+        """What the head reads, `(B, T, D)`."""
+        sources = self.residual.open(self.embed(tokens))
+        sources = self.layers(sources, past)
+        return self.norm(self.residual.exit(sources))
+
+    def layers(self, sources: Sources, past: Past = NO_PAST) -> Sources:
         """All sublayers that live here, layer by layer."""
+        run = partial(self.run, past=past)
         for _, layer in groupby(map(int, self.sublayers), lambda site: site // 2):
-            sources = self.recompute.layer(self.run, sources, *layer)
+            sources = self.recompute.layer(run, sources, *layer)
         return sources
 
-    def run(self, sources: Sources, *sites: int) -> Sources:
+    def run(self, sources: Sources, *sites: int, past: Past = NO_PAST) -> Sources:
         """Read, sublayer, write at each of the sites."""
         for site in sites:
             h, note = self.residual.read(sources, site)
             with self.recompute.read(h, lambda sources=sources, site=site: self.residual.read(sources, site)[0]):
-                output = self.sublayers[str(site)](h)
+                output = self.sublayers[str(site)](h, *past.get(site, ()))
             sources = self.residual.write(sources, output, site, note)
         return sources
 

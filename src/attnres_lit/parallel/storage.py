@@ -8,6 +8,7 @@ are loaded with `weights_only=True`, and of the pickled index only the classes o
 import io
 import pickle
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
+from attnres_lit.model import huggingface
 from attnres_lit.parallel.atomic import INDEX, REST, located
 
 
@@ -128,7 +130,7 @@ class TensorsReader:
 
 
 class Stored:
-    """A checkpoint on the disk: a file, or a folder, found where a killed save left it.
+    """A checkpoint on the disk: a file, or a folder, found where a killed save left it, or one of Hugging Face's.
 
     `rest` is Lightning's checkpoint; that of a folder lacks the tensors of the model and of the optimizers.
 
@@ -142,6 +144,9 @@ class Stored:
 
     def __init__(self, path: str | Path, mmap: bool = True) -> None:
         self.path = located(Path(path))
+        if huggingface.is_folder(self.path):
+            self.is_folder, self.rest = False, pretrained(self.path)
+            return
         self.is_folder = self.path.is_dir()
         if not self.path.exists():
             raise ValueError(f"there is no {self.path}")
@@ -217,6 +222,16 @@ class Stored:
                 state, number = owners[name]
                 state.setdefault(number, {})[key] = tensor
         return self.rest | {"state_dict": weights}
+
+
+def pretrained(folder: Path) -> dict[str, Any]:
+    """A checkpoint of Hugging Face's as Lightning's that holds weights alone. Raises ValueError."""
+    config, residual = huggingface.read_config(folder)
+    weights = huggingface.read_weights(folder, config)
+    return {
+        "hyper_parameters": {"config": asdict(config), "residual": residual},
+        "state_dict": {f"model.{name}": weight for name, weight in weights.items()},
+    }
 
 
 def numbers(groups: Iterable[Mapping[str, Any]]) -> dict[str, int]:

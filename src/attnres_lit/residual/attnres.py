@@ -109,6 +109,14 @@ class AttnRes(Residual):
         _, rstd = self._split(sources, None, self.num_sites)
         return depth_attention(self.values(sources), *self._query(self.num_sites), rstd=rstd, **self._options)
 
+    def read_scale(self, site: int) -> float:
+        """One over the number of sources, of which zero queries read the mean."""
+        nothing = torch.empty(0, device="cpu")
+        sources = self.open(nothing)
+        for earlier in range(site):
+            sources = self.write(sources, nothing, earlier, ())
+        return 1 / len(self.values(sources))
+
     def weights(self, sources: Sources, site: int) -> Tensor | None:
         """The softmax weights of `site`; ones where there is a single source."""
         values = self.values(sources)

@@ -71,6 +71,15 @@ class Residual(nn.Module, ABC):
         """Depth-attention weights of `site` (`num_sites`: of the exit), `(S, B, T)` or `(S, B, T, H)`; None without."""
         return None
 
+    def read_scale(self, site: int) -> float:
+        """What `site` reads (`num_sites`: the exit) at the initial values, as a multiple of what PreNorm would read.
+
+        The norm behind it shrinks its eps by the square: the model then computes at the start what PreNorm would, even
+        where eps is not small, as in pretrained models. It stays as training moves the values: eps is there to keep a
+        norm from dividing by zero, and a read that is not far smaller than at the start does not notice it.
+        """
+        return 1.0
+
     def reset_parameters(self) -> None:
         """Set the initial values of this module's own parameters; also called after materialising from meta."""
 

@@ -86,13 +86,22 @@ class MHC(Residual):
         for site in range(1, self.num_sites):
             with torch.no_grad():
                 pre, _, res = self.bias[str(site)].split(self.parts[str(site)])
-                pre.fill_(-1.0)
-                pre[site % n] = 1.0
+                pre.copy_(_read_bias(site, n))
                 res.fill_(-4.0).view(n, n).fill_diagonal_(0.0)
 
     def decayed_parameters(self) -> Iterable[nn.Parameter]:
         """The projections."""
         return [parameter for name, parameter in self.named_parameters() if "projection" in name]
+
+    def read_scale(self, site: int) -> float:
+        """The sum of the read gates: at the start all streams are PreNorm's, but for what random projections add."""
+        if site == self.num_sites:
+            return self.num_streams / 2 if self.learned_exit else 1.0
+        if site == 0:
+            return 1.0
+        if self.init == "deepseek":
+            return self.num_streams / 2
+        return float(_read_bias(site, self.num_streams).sigmoid().sum())
 
     def open(self, embedding: Tensor) -> Sources:
         """Every stream starts as the embedding."""
@@ -127,6 +136,13 @@ class MHC(Residual):
         n = self.num_streams
         (gate,) = _logits(streams, self.exit_projection, self.exit_bias, self.exit_scale, [n])
         return _gated_sum(gate.sigmoid(), streams)
+
+
+def _read_bias(site: int, num_streams: int) -> Tensor:
+    """Of "prenorm": every site prefers a stream of its own."""
+    bias = torch.full((num_streams,), -1.0, device="cpu")
+    bias[site % num_streams] = 1.0
+    return bias
 
 
 def _logits(streams: Tensor, projection: Tensor, bias: Tensor, scale: Tensor, parts: list[int]) -> tuple[Tensor, ...]:

@@ -24,6 +24,7 @@ class OptimConfig:
 
     Args:
         lr: highest learning rate.
+        residual_lr: that of the depth parameters, which are new where the rest is pretrained; null: `lr`.
         betas: decay rates of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled, of the decayed parameters only (see `parameter_groups`).
@@ -38,6 +39,7 @@ class OptimConfig:
     """
 
     lr: float = 3e-3
+    residual_lr: float | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
@@ -50,6 +52,7 @@ class OptimConfig:
     def __post_init__(self) -> None:
         in_range = {
             "lr": (self.lr > 0, "above 0"),
+            "residual_lr": (self.residual_lr is None or self.residual_lr > 0, "above 0, or null"),
             "betas": (
                 len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
                 "two numbers from 0 to below 1",
@@ -90,16 +93,20 @@ class OptimConfig:
     def build(self, model: Transformer, fused: bool) -> tuple[AdamW, LambdaLR]:
         """The optimizer of a model, and the schedule, to be stepped after every optimizer step."""
         groups = parameter_groups(model, self.weight_decay)
+        if self.residual_lr is not None:
+            groups = set_apart(groups, set(model.residual.parameters()), self.residual_lr)
         optimizer = AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
         return optimizer, LambdaLR(optimizer, self.factor)
 
     def apply(self, optimizer: Optimizer, scheduler: LambdaLR) -> None:
         """Give an optimizer restored from a checkpoint the values of this config; its moments and step count stay."""
-        lr = self.lr * self.factor(scheduler.last_epoch)
-        for group, weight_decay in zip(optimizer.param_groups, (self.weight_decay, 0.0), strict=True):
-            group.update(lr=lr, initial_lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=weight_decay)
-        scheduler.base_lrs = [self.lr for _ in optimizer.param_groups]
-        scheduler._last_lr = [lr for _ in optimizer.param_groups]
+        lrs = [self.lr] if self.residual_lr is None else [self.lr, self.residual_lr]
+        settings = [(lr, weight_decay) for weight_decay in (self.weight_decay, 0.0) for lr in lrs]
+        factor = self.factor(scheduler.last_epoch)
+        for group, (lr, weight_decay) in zip(optimizer.param_groups, settings, strict=True):
+            group.update(lr=lr * factor, initial_lr=lr, betas=self.betas, eps=self.eps, weight_decay=weight_decay)
+        scheduler.base_lrs = [lr for lr, _ in settings]
+        scheduler._last_lr = [lr * factor for lr, _ in settings]
 
 
 def restore_by_name(optimizer: Optimizer, model: nn.Module) -> None:
@@ -137,3 +144,12 @@ def parameter_groups(model: Transformer, weight_decay: float) -> list[dict[str, 
     no_decay = [p for p in model.parameters() if p not in decayed]
     assert len(decay) + len(no_decay) == len({*decay, *no_decay}) == len(set(model.parameters())), "not a partition"
     return [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+
+
+def set_apart(groups: list[dict[str, Any]], chosen: set[nn.Parameter], lr: float) -> list[dict[str, Any]]:
+    """Every group as two, the second with those of its parameters that are chosen and a learning rate of their own."""
+    return [
+        {**group, "params": [p for p in group["params"] if (p in chosen) == own], **({"lr": lr} if own else {})}
+        for group in groups
+        for own in (False, True)
+    ]

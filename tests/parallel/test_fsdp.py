@@ -14,7 +14,7 @@ from attnres_lit.model import Transformer
 from attnres_lit.model.init import materialize
 from attnres_lit.parallel import FullyShardedStrategy, fsdp
 from attnres_lit.residual import BlockAttnRes, PreNorm
-from parallel.runs import Shares, alone, assert_same_training, fast, interleaved, on_several, train, whole
+from parallel.runs import Shares, alone, assert_same_training, differences, fast, interleaved, on_several, train, whole
 from parallel.world import on_ranks
 from residual.models import CONFIGS, build, factory_from_yaml
 from training.tiny import Tokens, tiny_config, tiny_module, tiny_trainer
@@ -29,6 +29,17 @@ def folder(tmp_path_factory):
 @fast(("block", 2), ("mhc", 2), ("prenorm", 4))
 def test_equals_one_process(residual, size, folder):
     assert_same_training(on_several(size, folder, residual, "fsdp", meta=True), alone(folder, residual, size))
+
+
+def test_muon_has_the_whole_of_every_matrix(folder):
+    options = {"steps": 10, "optimizer": "muon"}
+    result, expected = (
+        on_several(2, folder, "block", "fsdp", meta=True, **options),
+        alone(folder, "block", 2, **options),
+    )
+    losses, _, parameters = differences(result, expected)
+    assert losses < 1e-3
+    assert parameters < 1e-2
 
 
 def test_a_model_that_has_values_keeps_them(folder):

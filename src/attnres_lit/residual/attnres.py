@@ -54,7 +54,6 @@ class AttnRes(Residual):
     Args:
         num_sites: sublayers of the whole model.
         dim: model width D.
-        num_sources: how many each site reads, and, last, the exit.
         query: "static", a learned query per site, or "input", a learned matrix times the newest source.
         mixing: "softmax"; "sigmoid", whose weights do not compete; "static", the softmax of learned numbers, without
             queries and keys, so that `key_norm` and `eps` have no meaning.
@@ -62,6 +61,7 @@ class AttnRes(Residual):
         num_heads: heads H; each attends over depth with its own slice of D.
         two_phase: read runs of sites in two phases; "auto": where that measured faster.
         eps: of the norm on keys.
+        num_sources: how many each site reads, and, last, the exit; None: the embedding and every output before it.
 
     Raises:
         ValueError: `num_heads` does not divide `dim`; `eps` not above 0; an unknown `query`, `mixing` or `two_phase`,
@@ -72,13 +72,13 @@ class AttnRes(Residual):
         self,
         num_sites: int,
         dim: int,
-        num_sources: Sequence[int],
-        query: Query,
-        mixing: Mixing,
-        key_norm: bool,
-        num_heads: int,
-        two_phase: TwoPhase,
-        eps: float,
+        query: Query = "static",
+        mixing: Mixing = "softmax",
+        key_norm: bool = True,
+        num_heads: int = 1,
+        two_phase: TwoPhase = "auto",
+        eps: float = 1e-6,
+        num_sources: Sequence[int] | None = None,
     ) -> None:
         super().__init__(num_sites, dim)
         self._attend = depth_read(query, mixing, num_heads)
@@ -93,7 +93,7 @@ class AttnRes(Residual):
             raise ValueError(
                 "two_phase=true needs the softmax of static queries: set it to auto, or query=static and mixing=softmax"
             )
-        self.num_sources = tuple(num_sources)
+        self.num_sources = tuple(range(1, num_sites + 2) if num_sources is None else num_sources)
         self.query_from = query  # its name is taken by the parameters
         self.mixing = mixing
         self.num_heads = num_heads

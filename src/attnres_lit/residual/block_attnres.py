@@ -60,7 +60,7 @@ class BlockAttnRes(AttnRes):
         starts = block_starts(num_sites, num_blocks, block_size, boundaries)
         # the embedding, and the blocks that began before: finished ones, and the one being summed
         num_sources = [1 + bisect_left(starts, site) for site in range(num_sites + 1)]
-        super().__init__(num_sites, dim, num_sources, query, mixing, key_norm, num_heads, two_phase, eps)
+        super().__init__(num_sites, dim, query, mixing, key_norm, num_heads, two_phase, eps, num_sources)
         self.starts = starts
         self._last_sites = {start - 1 for start in (*self.starts[1:], num_sites)}
         self._share_phase_one(self.starts, seen=range(1, num_sites + 1))  # the embedding, and the blocks before

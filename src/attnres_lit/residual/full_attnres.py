@@ -50,7 +50,7 @@ class FullAttnRes(AttnRes):
             raise ValueError(f"two_phase=true needs every source to stay: window={window} must be null")
         kept = num_sites if window is None else window
         num_sources = [1 + min(site, kept) for site in range(num_sites + 1)]
-        super().__init__(num_sites, dim, num_sources, query, mixing, key_norm, num_heads, two_phase, eps)
+        super().__init__(num_sites, dim, query, mixing, key_norm, num_heads, two_phase, eps, num_sources)
         self.window = kept
         self.starts_as_prenorm = self.window >= num_sites
         if window is None:

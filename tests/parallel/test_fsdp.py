@@ -31,14 +31,13 @@ def test_equals_one_process(residual, size, folder):
     assert_same_training(on_several(size, folder, residual, "fsdp", meta=True), alone(folder, residual, size))
 
 
-def test_muon_has_the_whole_of_every_matrix(folder):
+def test_muon(folder):
+    """Its updates are rounded to bf16: what differs in the last bits of a gradient may differ there."""
     options = {"steps": 10, "optimizer": "muon"}
-    result, expected = (
-        on_several(2, folder, "block", "fsdp", meta=True, **options),
-        alone(folder, "block", 2, **options),
-    )
-    losses, _, parameters = differences(result, expected)
-    assert losses < 1e-3
+    result = on_several(2, folder, "block", "fsdp", meta=True, **options)
+    losses, gradients, parameters = differences(result, alone(folder, "block", 2, **options))
+    assert losses < 2e-4
+    assert gradients < 1e-5
     assert parameters < 1e-2
 
 

@@ -122,7 +122,7 @@ class AttnRes(Residual):
 
     def decayed_parameters(self) -> Iterable[nn.Parameter]:
         """The matrices that make queries of the input."""
-        return [*self.query.values(), self.exit_query] if self.query_from == "input" else []
+        return [parameter for name, parameter in self.named_parameters() if "query" in name and parameter.dim() > 1]
 
     def read(self, sources: Sources, site: int) -> tuple[Tensor, Note]:
         """Depth attention over every source. The note is what later sites may take from here, for `Sources.ahead`."""

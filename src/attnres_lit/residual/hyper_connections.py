@@ -65,7 +65,7 @@ class HyperConnections(Streams):
 
     def decayed_parameters(self) -> Iterable[nn.Parameter]:
         """The projections."""
-        return list(self.projection.values()) if self.dynamic else []
+        return [parameter for name, parameter in self.named_parameters() if name.startswith("projection")]
 
     def read_scale(self, site: int) -> float:
         """The exit is the sum of n equal streams."""

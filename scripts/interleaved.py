@@ -18,22 +18,28 @@ from torch.profiler import ProfilerActivity, profile, record_function
 MIB = 2**20
 
 
-def times(steps: dict[str, Callable[[], object]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+def times(
+    steps: dict[str, Callable[[], object]],
+    rounds: int,
+    warmup: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Seconds of every step in every round. A round runs each step once, so that noise hits all of them alike.
 
     Args:
         steps: what to run, by name.
         rounds: rounds that count.
         warmup: rounds before them.
+        clock: `time.thread_time` leaves out what other processes take from this one, and other threads.
     """
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(warmup + rounds):
         for name, step in steps.items():
             synchronize()
-            start = time.perf_counter()
+            start = clock()
             step()
             synchronize()
-            taken[name].append(time.perf_counter() - start)
+            taken[name].append(clock() - start)
     return {name: seconds[warmup:] for name, seconds in taken.items()}
 
 

@@ -15,9 +15,9 @@ MAY_USE = {
     "model": {"ops", "residual"},
     "parallel": {"ops", "residual", "model"},
     "data": {"ops", "residual", "model"},
-    "inference": {"ops", "residual", "model", "data"},
-    "training": {"ops", "residual", "model", "parallel", "data"},
-    "experiments": {"ops", "residual", "model", "parallel", "data", "training"},
+    "inference": {"ops", "residual", "model", "parallel", "data"},
+    "training": {"ops", "residual", "model", "parallel", "data", "inference"},
+    "experiments": {"ops", "residual", "model", "parallel", "data", "inference", "training"},
 }
 LIGHTNING_LIVES_IN = ("training/", "data/datamodule.py", "parallel/pipeline.py", "parallel/sharded.py", "cli.py")
 FILES = sorted(PACKAGE.rglob("*.py"))

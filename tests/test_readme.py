@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from attnres_lit.cli import main
+from attnres_lit.commands import COMMANDS as COMMANDS_WITHOUT_CONFIG
 from attnres_lit.residual import Residual
 from residual import test_contract as contract
 from residual.models import VOCAB
@@ -25,7 +26,7 @@ SMALL = [
     "--model.config.num_layers=2",
     "--model.config.num_heads=1",
     "--data.seq_len=8",
-    "--data.batch_size=2",
+    "--data.batch_size=4",
     "--trainer.limit_val_batches=2",
     "--trainer.val_check_interval=1",
     "--trainer.max_steps=2",
@@ -47,7 +48,7 @@ def test_every_command_works_as_written_one_after_the_other(tmp_path_factory, mo
         steps = 4 if "--ckpt_path" in args else 2
         small = (
             []
-            if args[0] == "consolidate" or args[-1] in ("--help", "--print_config")
+            if args[0] in ("consolidate", *COMMANDS_WITHOUT_CONFIG) or args[-1] in ("--help", "--print_config")
             else [*SMALL, f"--trainer.max_steps={steps}"]
         )
         code = 0

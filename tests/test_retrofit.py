@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attnres_lit.cli import main
+from attnres_lit.inference.load import load
 from data.test_hf_tokenizer import byte_level
 from model.pretrained import FAMILIES, SIZES, transformers
 from test_cli import csv_rows, fails
@@ -35,7 +36,7 @@ def workdir(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("".join(f"line {i} of a small corpus, the {i % 7}th\n" for i in range(300)))
     torch.manual_seed(0)
     config = transformers.Qwen2Config(**SIZES | FAMILIES["Qwen2"][1] | {"vocab_size": 384, "eos_token_id": 0})
-    transformers.Qwen2ForCausalLM(config).save_pretrained("Tiny")
+    transformers.Qwen2ForCausalLM(config).bfloat16().save_pretrained("Tiny")  # as models are released
     byte_level()[0].save("Tiny/tokenizer.json")
     return tmp_path
 
@@ -54,6 +55,28 @@ def test_a_run_starts_at_the_pretrained_loss():
     assert (config["dim"], config["vocab_size"], config["norm_eps"], config["qkv_bias"]) == (32, 384, 1e-6, True)
     assert stored["TokenDataModule"]["tokenizer"]["class_path"].endswith("HFTokenizer")
     main(["fit", "--config", RETROFIT, *SMALL, "--name=BlockAttnRes", "--ckpt_path=last", "--trainer.max_steps=4"])
+
+
+def test_what_was_trained_goes_back_and_comes_in_again(tmp_path, monkeypatch, capfd, caplog):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    for residual, kind in (("PreNorm", "Qwen2ForCausalLM"), ("BlockAttnRes", "AttnResForCausalLM")):
+        main(["fit", "--config", RETROFIT, *SMALL, f"--model.residual={residual}"])
+        checkpoint = f"runs/{residual}/checkpoints/last.ckpt"
+        main(["export", "--ckpt_path", checkpoint, "--out", f"Out-{residual}"])
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(f"Out-{residual}", trust_remote_code=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(f"Out-{residual}", trust_remote_code=True)
+        assert type(theirs).__name__ == kind
+        model, own, *_ = load(checkpoint)
+        ids = tokenizer("line 5 of a small corpus", return_tensors="pt").input_ids
+        assert ids[0].tolist() == own.encode("line 5 of a small corpus").tolist()
+        with torch.inference_mode():
+            torch.testing.assert_close(theirs(ids).logits, model(ids), rtol=0, atol=1e-5)
+        assert tokenizer.eos_token_id == own.eod == theirs.generation_config.eos_token_id
+    assert "Out-BlockAttnRes: needs attnres_lit and trust_remote_code=True" in capfd.readouterr().out
+    again = [flag.replace("Tiny", "Out-BlockAttnRes") for flag in SMALL]
+    main(["fit", "--config", RETROFIT, *again, "--name=again"])
+    assert "Starting from the weights of Out-BlockAttnRes, at step 0." in caplog.text  # the residual's too
+    assert "Out-PreNorm is there already" in fails(capfd, "export", "--ckpt_path", checkpoint, "--out", "Out-PreNorm")
 
 
 def test_mistakes_get_one_line(capfd, workdir):

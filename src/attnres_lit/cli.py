@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import lightning
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -251,6 +252,8 @@ def main(args: list[str] | None = None) -> None:
             COMMANDS[given[0]](given[1:])
         else:
             CLI(args)
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()  # left to the end of the process, its threads may abort a run that is done
     except (ValueError, MisconfigurationException) as error:
         for each in (error, error.__cause__):  # the parser wraps what a component that may be null raises
             raised_in = Path(traceback.extract_tb(each.__traceback__)[-1].filename) if each else Path()

@@ -15,9 +15,12 @@ from attnres_lit.inference.evaluate import split_perplexity
 from attnres_lit.inference.export import export as write_export
 from attnres_lit.inference.export import family_of
 from attnres_lit.inference.generate import PREFILL_CHUNK
-from attnres_lit.inference.load import load, read
+from attnres_lit.inference.inspect import look_inside
+from attnres_lit.inference.load import load
+from attnres_lit.inference.page import write as write_page
 from attnres_lit.inference.sampling import Sampling
 from attnres_lit.inference.text import Step, complete
+from attnres_lit.parallel.checkpoint import describe
 from attnres_lit.residual import PreNorm
 
 
@@ -79,9 +82,12 @@ def generate(args: Sequence[str]) -> None:
     if options.interactive and (options.prompt or options.prompt_file):
         raise ValueError("--interactive asks for its prompts: leave --prompt and --prompt_file out")
     prompts = [*options.prompt, *map(_read, options.prompt_file)]
-    model, tokenizer, *_ = load(options.ckpt_path, options.device)
+    model, tokenizer, seq_len, _ = load(options.ckpt_path, options.device)
 
     def reply(prompts: Sequence[str], echo: bool) -> None:
+        longest = max(len(tokenizer.encode(prompt)) for prompt in prompts) + options.max_new_tokens
+        if longest > seq_len:
+            sys.stderr.write(f"[trained on {seq_len} tokens at a time: what comes after them may be worse]\n")
         limits = (options.max_new_tokens, sampling, options.stop, options.prefill_chunk)
         _show(prompts, complete(model, tokenizer, prompts, *limits), echo)
 
@@ -186,14 +192,38 @@ def export(args: Sequence[str]) -> None:
     parser.add_argument("--dtype", default="float32", help="of the weights: float32, bfloat16 or float16")
     options = parser.parse(args)
     model, tokenizer, *_ = load(options.ckpt_path)
-    residual = read(options.ckpt_path)["hyper_parameters"]["residual"]
+    residual = describe(options.ckpt_path)["hyper_parameters"]["residual"]
     write_export(model, residual, tokenizer, options.out, options.dtype)
     plain = family_of(model.config) if type(model.residual) is PreNorm else None
     print(f"{options.out}: " + (f"a {plain} model" if plain else "needs attnres_lit and trust_remote_code=True"))
+
+
+def inspect(args: Sequence[str]) -> None:
+    """Show where the parameters are and what depth does with a text, as pictures and a page."""
+    parser = Parser("inspect", "A look inside a trained model: parameters, depth-attention weights, output sizes.")
+    parser.add_argument("--prompt", metavar="TEXT", help="what the model reads; by default, what it writes itself")
+    parser.add_argument("--out", default="inspect", metavar="DIR", help="for the results (default: %(default)s)")
+    options = parser.parse(args)
+    model, tokenizer, _, step = load(options.ckpt_path, options.device)
+    insight = look_inside(model, tokenizer, options.prompt)
+    hparams = describe(options.ckpt_path)["hyper_parameters"]
+    residual = hparams["residual"]
+    facts = {
+        "checkpoint": options.ckpt_path,
+        "optimizer steps": f"{step:,}",
+        "residual": " ".join([residual["class_path"], *(f"{k}={v}" for k, v in residual["init_args"].items())]),
+        **hparams["config"],
+    }
+    written = write_page(options.out, insight, f"Inside {Path(options.ckpt_path).name}", facts)
+    total = sum(insight.parameters.values())
+    for part, count in {**insight.parameters, "total": total}.items():
+        print(f"{part:10}{count:>14,}{count / total:>9.2%}")
+    print(*written, sep="\n")
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "generate": generate,
     "evaluate": evaluate,
     "export": export,
+    "inspect": inspect,
 }

@@ -169,3 +169,10 @@ def test_mistakes_leave_nothing_behind(tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(ValueError, match="out is there already"):
         export(model, describe(PreNorm), ByteTokenizer(), tmp_path / "out")
+
+
+def test_it_runs_in_a_pipeline(tmp_path):
+    exported(tmp_path / "out", BlockAttnRes)
+    pipe = transformers.pipeline("text-generation", str(tmp_path / "out"), trust_remote_code=True)
+    (reply,) = pipe("def ", max_new_tokens=5)
+    assert reply["generated_text"].startswith("def ")

@@ -2,14 +2,19 @@
 
 import json
 import math
+import sys
+from dataclasses import asdict
 
 import pytest
 import torch
 
-from attnres_lit.data.tokenizers import ByteTokenizer
+from attnres_lit.cli import main
+from attnres_lit.data.tokenizers import ByteTokenizer, pack
 from attnres_lit.inference.scoring import scores
 from attnres_lit.model import Transformer, TransformerConfig
 from attnres_lit.residual import BlockAttnRes
+from attnres_lit.training.hparams import describe
+from test_cli import fails
 
 TOKENIZER = ByteTokenizer()
 SHARED = """
@@ -130,3 +135,36 @@ def test_lm_eval_gets_the_numbers_of_the_model(model, tasks):
         run_tasks(model, TOKENIZER, ["nothing"], tasks)
     with pytest.raises(ValueError, match="there is no folder"):
         run_tasks(model, TOKENIZER, ["choices"], tasks / "nowhere")
+
+
+@pytest.fixture
+def checkpoint(model, tmp_path):
+    """What `fit` writes of the model."""
+    path = tmp_path / "last.ckpt"
+    torch.save(
+        {
+            "pytorch-lightning_version": "2.6",
+            "state_dict": {f"model.{name}": value for name, value in model.state_dict().items()},
+            "hyper_parameters": {"config": asdict(model.config), "residual": describe(BlockAttnRes)},
+            "TokenDataModule": {"tokenizer": pack(TOKENIZER), "seq_len": 16},
+        },
+        path,
+    )
+    return str(path)
+
+
+def test_on_the_command_line(tasks, checkpoint, capsys):
+    write(tasks, [{"question": "import", "choices": ["a", "b"], "answer": 0, "reply": "x"}] * 3)
+    main(["evaluate", "--ckpt_path", checkpoint, "--tasks", "choices,answers", "--tasks_dir", str(tasks), "--limit=2"])
+    out = capsys.readouterr().out
+    assert "|choices|" in out
+    assert "exact_match" in out
+
+
+def test_without_lm_eval_it_says_what_to_install(checkpoint, monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "lm_eval.utils", raising=False)
+    line = fails(capfd, "evaluate", "--ckpt_path", checkpoint, "--tasks", "choices")
+    assert "--tasks needs lm-eval" in line
+    assert "pip install 'attnres_lit[eval]'" in line
+    assert "one of --data_dir and --tasks" in fails(capfd, "evaluate", "--ckpt_path", checkpoint)

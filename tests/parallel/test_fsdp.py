@@ -51,15 +51,19 @@ def test_tied_embeddings(folder):
     assert_same_training(on_several(2, folder, "block", "fsdp", meta=True, **tied), expected)
 
 
+def recomputed(folder, residual, precision):
+    options = {"steps": 3, "meta": True, "trainer": {"precision": precision, "gradient_clip_val": 0.5}}
+    return [train(folder, residual, "fsdp", checkpoint_activations=again, **options) for again in (False, "read", True)]
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("residual", ["block", "mhc"])
 def test_recomputed_activations_change_nothing(residual, precision, folder):
     """With "read", backward reads the sources again: the depth parameters must still be gathered."""
-    options = {"steps": 3, "meta": True, "trainer": {"precision": precision, "gradient_clip_val": 0.5}}
-    kept = on_several(2, folder, residual, "fsdp", **options)
-    for again in ("read", True):
-        result = on_several(2, folder, residual, "fsdp", checkpoint_activations=again, **options)
+    kept, *others = on_ranks(2, recomputed, folder, residual, precision)[0]
+    for result in others:
         assert result.losses == kept.losses
+        assert all(value.equal(kept.gradients[name]) for name, value in result.gradients.items())
         assert all(value.equal(kept.parameters[name]) for name, value in result.parameters.items())
 
 

@@ -67,12 +67,12 @@ def agree(first, second):
 def test_two_launchers_and_two_strategies_train_alike():
     ddp = launch(ALONE, "ddp")
     assert Path("runs/ddp/checkpoints/last.ckpt").exists()
-    agree(ddp, launch(TORCHRUN, "fsdp", "--trainer.enable_checkpointing=false"))
+    agree(ddp, launch(TORCHRUN, "fsdp"))
 
 
 @pytest.mark.slow
 def test_the_other_way_round():
-    agree(launch(TORCHRUN, "ddp"), launch(ALONE, "fsdp", "--trainer.enable_checkpointing=false"))
+    agree(launch(TORCHRUN, "ddp"), launch(ALONE, "fsdp"))
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

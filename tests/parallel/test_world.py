@@ -78,5 +78,5 @@ def test_a_rank_that_fails_is_reported_and_the_next_call_works(function, said):
 def test_a_hang_is_killed_and_says_where():
     start = time.monotonic()
     with pytest.raises(RankFailed, match=r"rank 1 of 2 hangs at(.|\n)*one_hangs"):
-        on_ranks(2, one_hangs, timeout=5)
+        on_ranks(2, one_hangs, timeout=3)
     assert time.monotonic() - start < 12

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from attnres_lit.residual import PreNorm
 from attnres_lit.training import OptimConfig
 from attnres_lit.training.callbacks import DepthDynamics, DepthWeights, Throughput
+from parallel.world import on_ranks
 from training.tiny import BATCH, TOKENS, VOCAB, Tokens, tiny_module, tiny_trainer
 
 TOKEN_BYTES = torch.arange(VOCAB) % 4  # a multiple of 4 stands for the end of a document
@@ -39,12 +40,15 @@ def test_no_bits_per_byte_without_token_bytes(tmp_path):
     assert set(metrics) == {"val/loss", "val/ppl"}
 
 
+def validated(folder, **ranks):
+    data, trainer = Tokens(val_rows=6, token_bytes=TOKEN_BYTES), tiny_trainer(folder, limit_val_batches=None, **ranks)
+    return trainer.validate(tiny_module(), data, verbose=False)[0]
+
+
 def test_two_processes_measure_the_whole_split(tmp_path):
-    data, module = Tokens(val_rows=6, token_bytes=TOKEN_BYTES), tiny_module()
-    metrics = []
-    for ranks in ({}, {"strategy": "ddp_spawn", "devices": 2}):  # batches of 4 and 2 rows; one of 3 on each rank
-        metrics += tiny_trainer(tmp_path, limit_val_batches=None, **ranks).validate(module, data, verbose=False)
-    assert metrics[1] == pytest.approx(metrics[0], rel=1e-6)
+    """Batches of 4 and 2 rows; one of 3 on each rank."""
+    for metrics in on_ranks(2, validated, tmp_path, strategy="ddp", devices=2):
+        assert metrics == pytest.approx(validated(tmp_path), rel=1e-6)
 
 
 def test_predict_gives_log_probabilities(tmp_path):

@@ -188,3 +188,24 @@ def test_the_state_of_another_optimizer_is_refused():
     state = OptimConfig().build(model, False)[0].state_dict()
     with pytest.raises(ValueError, match=r"has 2 parameter groups, this run's has 3: set optim.optimizer"):
         optimizer.load_state_dict(state)
+
+
+def test_depth_parameters_with_a_learning_rate_of_their_own():
+    model = Transformer(tiny_config(), factory_from_yaml(CONFIGS / "mhc.yaml"))
+    config = OptimConfig(lr=1e-3, residual_lr=1e-1, warmup_steps=2, total_steps=4, weight_decay=0.3)
+    optimizer, scheduler = config.build(model, fused=False)
+    residual = set(model.residual.parameters())
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([5e-4, 5e-2] * 2)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.3, 0.0, 0.0]
+    assert [residual >= set(group["params"]) for group in optimizer.param_groups] == [False, True, False, True]
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    optimizer.step()
+    scheduler.step()
+    dataclasses.replace(config, residual_lr=2e-1).apply(optimizer, scheduler)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-3, 2e-1, 1e-3, 2e-1])
+    optimizer.step()
+    scheduler.step()
+    factor = config.factor(2)  # of a schedule that `apply` leaves alone
+    assert scheduler.get_last_lr() == pytest.approx([1e-3 * factor, 2e-1 * factor] * 2)
+    with pytest.raises(ValueError, match=r"optim\.residual_lr=0 must be above 0, or null"):
+        OptimConfig(residual_lr=0)

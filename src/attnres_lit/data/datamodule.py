@@ -108,7 +108,7 @@ class TokenDataModule(LightningDataModule):
         self._meta = verify(self.corpus, self.tokenizer, self.dir, self.val_fraction, self.split_seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of the data, so that it can be used alone: the tokenizer, the length it was trained on."""
+        """What a checkpoint holds of the data, to be used alone: the tokenizer, and the length it was trained on."""
         return {"tokenizer": pack(self.tokenizer), "seq_len": self.seq_len}
 
     def train_dataloader(self) -> StreamingDataLoader:

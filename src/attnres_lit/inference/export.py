@@ -120,6 +120,7 @@ def _ours(config: TransformerConfig, residual: Mapping[str, Any]) -> dict[str, A
             "AutoConfig": f"{MODELING}.AttnResConfig",
             "AutoModelForCausalLM": f"{MODELING}.AttnResForCausalLM",
         },
+        "vocab_size": config.vocab_size,
         "transformer": vars(config),
         "residual": dict(residual),
     }

@@ -25,7 +25,7 @@ def generate(
     Args:
         model: in eval mode, on any device.
         tokens: `(B, T)`, or B sequences of any lengths.
-        max_new_tokens: tokens added to a row at most; it also ends at `max_seq_len`.
+        max_new_tokens: tokens added to a row at most; it also ends once the model has read `max_seq_len` tokens of it.
         sampling: how tokens are drawn.
         end: the token after which a row ends, such as `tokenizer.eod`; None: there is none.
         prefill_chunk: tokens of the prompts that are read at a time.
@@ -81,7 +81,7 @@ def stream(
         for row, token in drawn.items():
             texts[row].append(token)
         yield drawn
-        going = [row for row in drawn if len(texts[row]) < config.max_seq_len and not ended(row)]
+        going = [row for row in drawn if len(texts[row]) <= config.max_seq_len and not ended(row)]
         if step == max_new_tokens or not going:
             return
         if len(going) < len(rows):

@@ -10,7 +10,8 @@ import torch
 
 from attnres_lit.data.tokenizers import Tokenizer, unpack
 from attnres_lit.model import Transformer, TransformerConfig
-from attnres_lit.model.init import materialize
+from attnres_lit.model.attention import Rotary
+from attnres_lit.parallel.checkpoint import describe, read_weights
 from attnres_lit.residual.base import Residual
 
 
@@ -27,54 +28,33 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> Trained:
     """Read a checkpoint.
 
     Args:
-        path: a checkpoint that `fit` wrote.
+        path: a checkpoint that `fit` wrote, a file or a folder.
         device: where the model shall be.
 
     Raises:
         ValueError: there is no such file, it is damaged, or it is something else; it holds no tokenizer; the residual
             strategy or the tokenizer of the run cannot be imported.
     """
-    checkpoint = read(path)
-    model = model_of(checkpoint, path)
-    data = checkpoint.get("TokenDataModule", {})
+    found = describe(path)
+    data, hparams = found.get("TokenDataModule", {}), found.get("hyper_parameters", {})
+    if not {"config", "residual"} <= hparams.keys():
+        raise ValueError(f"{path} does not say which model it is of: it was not written by fit")
     if "tokenizer" not in data:
         raise ValueError(
             f"{path} holds no tokenizer: it was trained on other data than TokenDataModule's, or with an older version "
             "of this package, whose runs write it when they are continued with fit --ckpt_path"
         )
-    return Trained(model.to(device), unpack(data["tokenizer"]), data["seq_len"], checkpoint.get("global_step", 0))
-
-
-def model_of(checkpoint: Mapping[str, Any], path: str | Path) -> Transformer:
-    """The model of a checkpoint that has been read from `path`, in eval mode, on the CPU. Raises as `load`."""
-    hparams = checkpoint.get("hyper_parameters", {})
-    if not {"config", "residual"} <= hparams.keys():
-        raise ValueError(f"{path} does not say which model it is of: it was not written by fit")
     config = TransformerConfig(**hparams["config"])
     with torch.device("meta"):
         model = Transformer(config, strategy(hparams["residual"]), hparams.get("fp32_residual", False))
-    weights = {key.removeprefix("model."): value for key, value in checkpoint["state_dict"].items()}
-    try:
-        model.load_state_dict(weights, assign=True)
-    except RuntimeError as error:
-        raise ValueError(f"the weights in {path} do not fit its hyper-parameters: {error}") from None
+    model.to_empty(device="cpu")
     if config.tie_embeddings:
         model.head.weight = model.embedding.weight
-    materialize(model)  # the tables of the rotary embedding
-    return model.eval()
-
-
-def read(path: str | Path) -> dict[str, Any]:
-    """What a checkpoint holds, its tensors mapped from the file. Raises ValueError as `load`."""
-    if not Path(path).is_file():
-        raise ValueError(f"there is no checkpoint {path}")
-    try:
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # whatever it holds, it is not ours
-        raise ValueError(f"{path} is not a checkpoint, or it is damaged") from error
-    if not isinstance(found, dict) or "state_dict" not in found:
-        raise ValueError(f"{path} is not a checkpoint of Lightning")
-    return found
+    for module in model.modules():
+        if isinstance(module, Rotary):  # its tables are in no checkpoint
+            module.reset_parameters()
+    read_weights(path, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
+    return Trained(model.to(device).eval(), unpack(data["tokenizer"]), data["seq_len"], found.get("global_step", 0))
 
 
 def strategy(described: Mapping[str, Any]) -> partial[Residual]:

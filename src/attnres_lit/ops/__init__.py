@@ -2,10 +2,10 @@
 
 from attnres_lit.ops.backends import BACKENDS, Backend, check_backend, resolve
 from attnres_lit.ops.depth_attention import (
-    are_few,
     complete_rstd,
     depth_attention,
     depth_attention_reference,
+    read_alone,
     reciprocal_rms,
 )
 from attnres_lit.ops.mixing import Mixing, Query, depth_read
@@ -26,7 +26,6 @@ __all__ = [
     "DepthStats",
     "Mixing",
     "Query",
-    "are_few",
     "check_backend",
     "complete_rstd",
     "depth_attention",
@@ -37,6 +36,7 @@ __all__ = [
     "merge_partial",
     "merge_sources",
     "permutation_mixture",
+    "read_alone",
     "reciprocal_rms",
     "resolve",
     "sinkhorn",

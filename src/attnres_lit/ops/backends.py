@@ -79,6 +79,12 @@ def engine(backend: str) -> ModuleType:
 
 
 @cache
+def inference_kernel() -> ModuleType | None:
+    """The module with the read of inference of the backend "compiled", if that is installed."""
+    return import_module("attnres_lit.ops.cpu_read") if "compiled" in INSTALLED else None
+
+
+@cache
 def notice(message: str) -> None:
     """Say something once per process."""
     log.warning(message)

@@ -216,12 +216,21 @@ _parallel = {kernel: njit(fastmath=MATH, parallel=True, cache=True)(kernel) for 
 
 
 def _run(kernel: Any, num_rows: int, *args: Any) -> None:
-    """On as many threads as torch uses; serially where that is one, and after a fork, which OpenMP does not survive."""
+    (_serial if runs_serially(num_rows) else _parallel)[kernel](*args)
+
+
+def runs_serially(num_rows: int) -> bool:
+    """Whether a kernel runs on one thread: so few rows, torch has one, or after a fork, which OpenMP does not survive.
+
+    Otherwise numba is told to run on as many as torch.
+    """
+    if num_rows <= ROWS:
+        return True
     threads = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS)
-    if threads == 1 or num_rows <= ROWS or os.getpid() != _pid:
-        return _serial[kernel](*args)
+    if threads == 1 or os.getpid() != _pid:
+        return True
     set_num_threads(threads)
-    return _parallel[kernel](*args)
+    return False
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> np.ndarray:

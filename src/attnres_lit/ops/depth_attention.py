@@ -16,10 +16,10 @@ from torch import Tensor
 
 from attnres_lit.ops import eager, fla
 from attnres_lit.ops.attend import attend
-from attnres_lit.ops.backends import Backend, engine, resolve
+from attnres_lit.ops.backends import Backend, engine, inference_kernel, resolve
 from attnres_lit.ops.eager import compute_dtype, full_precision
 
-FEW = 2**15  # elements of all sources together
+FEW = 2**15  # elements of all sources together: so few are stacked, since calls cost more than copies
 
 
 def depth_attention_reference(
@@ -106,8 +106,8 @@ def depth_attention(
             backend that is unknown, not installed, or for another device.
     """
     check_sources(sources, query, key_gain)
-    if backend == "auto" and query.dim() == 1 and not return_weights and are_few(sources):
-        return _stacked(sources, query if key_gain is None else query * key_gain, eps)
+    if not return_weights and (alone := read_alone(sources, query, key_gain, eps, backend)) is not None:
+        return alone
     backend = resolve(backend, sources, query.shape[0] if query.dim() == 2 else 1)
     if len(sources) == 1 and not return_weights:  # the softmax of one logit is 1, whatever the query
         return sources[0]
@@ -158,11 +158,25 @@ def _stacked(sources: Sequence[Tensor], query: Tensor, eps: float | None) -> Ten
     return (logits.softmax(0).unsqueeze(-1) * values).sum(0).to(sources[0].dtype)
 
 
-def are_few(sources: Sequence[Tensor]) -> bool:
-    """Whether this is decoding a few tokens, where calls cost more than copies."""
-    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled() or not sources:
-        return False
-    return sources[0].numel() * len(sources) <= FEW
+def read_alone(
+    sources: Sequence[Tensor], query: Tensor, key_gain: Tensor | None, eps: float | None, backend: Backend
+) -> Tensor | None:
+    """In inference: the read in one call, which takes nothing from other reads and leaves nothing for a backward.
+
+    Args:
+        sources: of one shape, dtype and device.
+        query, key_gain, eps, backend: as in `depth_attention`.
+
+    Returns:
+        `(..., D)`, or None where there is no such call, and `depth_attention` reads otherwise.
+    """
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled() or query.dim() > 1 or not sources:
+        return None
+    if backend in ("auto", "compiled") and (kernel := inference_kernel()) is not None and kernel.fits(sources, query):
+        return kernel.read(sources, query, key_gain, eps)
+    if backend == "auto" and len(sources) > 1 and sources[0].numel() * len(sources) <= FEW:
+        return _stacked(sources, query if key_gain is None else query * key_gain, eps)
+    return None
 
 
 def fold(queries: Sequence[Tensor], key_gains: Sequence[Tensor | None]) -> Tensor:
@@ -178,6 +192,23 @@ def check_sources(sources: Sequence[Tensor], query: Tensor, key_gain: Tensor | N
     """Raise a ValueError that says what was given where the arguments of a depth read do not fit together."""
     if len(sources) == 0:
         raise ValueError("depth attention needs at least one source, got none")
+    first, count = sources[0], len(sources)
+    # lists compare faster than tensors one by one, which counts when a token is decoded
+    if (
+        [source.shape for source in sources] != [first.shape] * count
+        or [source.dtype for source in sources] != [first.dtype] * count
+        or [source.device for source in sources] != [first.device] * count
+    ):
+        _refuse(sources)
+    width = first.shape[-1]
+    if query.dim() not in (1, 2) or query.numel() != width:
+        raise ValueError(f"query must be (D,) or (H, D / H) with D = {width}, got {tuple(query.shape)}")
+    if key_gain is not None and key_gain.shape != (width,):
+        raise ValueError(f"key_gain must be ({width},), got {tuple(key_gain.shape)}")
+
+
+def _refuse(sources: Sequence[Tensor]) -> None:
+    """Name the first source that differs."""
     first = sources[0]
     for k, source in enumerate(sources):
         if (source.shape, source.dtype, source.device) != (first.shape, first.dtype, first.device):
@@ -185,8 +216,3 @@ def check_sources(sources: Sequence[Tensor], query: Tensor, key_gain: Tensor | N
                 f"sources must agree: source 0 is {tuple(first.shape)} {first.dtype} on {first.device}, "
                 f"source {k} is {tuple(source.shape)} {source.dtype} on {source.device}"
             )
-    width = first.shape[-1]
-    if query.dim() not in (1, 2) or query.numel() != width:
-        raise ValueError(f"query must be (D,) or (H, D / H) with D = {width}, got {tuple(query.shape)}")
-    if key_gain is not None and key_gain.shape != (width,):
-        raise ValueError(f"key_gain must be ({width},), got {tuple(key_gain.shape)}")

@@ -61,12 +61,15 @@ def sublayer_bytes(config: TransformerConfig, precision: Precision) -> tuple[int
         config: sizes.
         precision: bytes of a number.
     """
-    dim, kv_dim = config.dim, config.dim // config.num_heads * (config.num_kv_heads or config.num_heads)
+    dim, kv_heads = config.dim, config.num_kv_heads or config.num_heads
+    q_dim, kv_dim = config.head_width * config.num_heads, config.head_width * kv_heads
     # autocast narrows a wide norm output once for every projection that reads it
     wide = precision.source > precision.compute
     q_k_v, gate_up = (3 * dim, 2 * dim) if wide else (dim, dim)
     statistics = 4  # the norm's reciprocal RMS
-    attention = (q_k_v + 2 * dim + 2 * kv_dim) * precision.compute + 4 * config.num_heads + statistics
+    attention = (q_k_v + 2 * q_dim + 2 * kv_dim) * precision.compute + 4 * config.num_heads + statistics
+    if config.qk_norm:  # their inputs, and a reciprocal RMS of every head
+        attention += (q_dim + kv_dim) * precision.compute + 4 * (config.num_heads + kv_heads)
     mlp = (gate_up + 4 * config.mlp_dim) * precision.compute + statistics
     return attention, mlp
 

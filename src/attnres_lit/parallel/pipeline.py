@@ -78,10 +78,12 @@ class PipelineStrategy(ShardedCheckpoint, ModelParallelStrategy):
 
     @property
     def settings(self) -> PipelineSettings:
-        """What is asked for, with the number of ranks that "auto" stands for."""
+        """What is asked for, with the number of ranks that "auto" stands for. Raises ValueError if it cannot be."""
         ranks, processes = self.pipeline_parallel_size, self.num_processes * self.num_nodes
         if ranks == "auto":
             ranks = processes
+        if ranks < 1 or processes % ranks:
+            raise ValueError(f"pipeline_parallel_size={ranks} must divide the number of processes, {processes}")
         return PipelineSettings(ranks, self.num_microbatches, self.schedule, self.virtual_stages, self.cache_blocks)
 
     def cut(self, model: Transformer, seq_len: int, batch_size: int | None, compile: bool) -> Layout:
@@ -96,10 +98,8 @@ class PipelineStrategy(ShardedCheckpoint, ModelParallelStrategy):
         Raises:
             ValueError: what is asked for does not go together, or not with the model or the batch.
         """
-        asked, processes = self.settings, self.num_processes * self.num_nodes
+        asked = self.settings
         check_pipeline(asked, batch_size, model.config.tie_embeddings, compile)
-        if processes % (ranks := asked.pipeline_parallel_size):
-            raise ValueError(f"pipeline_parallel_size={ranks} must divide the number of processes, {processes}")
         materialize(model, "residual")
         model.residual.split_backward = self.schedule == "InterleavedZeroBubble"
         layout = cut_model(model.config, model.residual, seq_len, asked, self.split_points)

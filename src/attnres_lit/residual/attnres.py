@@ -26,12 +26,12 @@ from attnres_lit.ops import (
     DepthStats,
     Mixing,
     Query,
-    are_few,
     complete_rstd,
     depth_attention,
     depth_read,
     inter_block_reads,
     merge_sources,
+    read_alone,
     resolve,
 )
 from attnres_lit.residual.base import Note, Residual, Sources
@@ -126,21 +126,25 @@ class AttnRes(Residual):
 
     def read(self, sources: Sources, site: int) -> tuple[Tensor, Note]:
         """Depth attention over every source. The note is what later sites may take from here, for `Sources.ahead`."""
-        values, run = self.values(sources), self._runs.get(site)
-        if site == 0:
-            return values[0], ()
+        return (sources.done[0], ()) if site == 0 else self._read(sources, site)
+
+    def exit(self, sources: Sources) -> Tensor:
+        """Depth attention over every source, with the exit's own query."""
+        return self._read(sources, self.num_sites)[0]
+
+    def _read(self, sources: Sources, site: int) -> tuple[Tensor, Note]:
+        values, (query, gain) = self.values(sources), self._scoring(site)
+        if (alone := self._read_alone(values, query, gain)) is not None:
+            return alone, ()
+        run = self._runs.get(site)
         stats, rstd = self._split(sources, run, site)
         if run and run.first == site and self._in_two_phases(values):
             stats = self._phase_one(run, values, rstd)
         if not (run and stats):
-            return self._attend(values, *self._scoring(site), rstd=rstd, **self._options), rstd
+            return self._attend(values, query, gain, rstd=rstd, **self._options), rstd
         now, unseen = DepthStats(*stats[:3]), values[run.seen :]
         known = {"rstd": rstd[run.seen :], "dtype": values[0].dtype}
-        return merge_sources(now, unseen, *self._scoring(site), **known, **self._options), (*stats[3:], *rstd)
-
-    def exit(self, sources: Sources) -> Tensor:
-        """Depth attention over every source, with the exit's own query."""
-        return self.read(sources, self.num_sites)[0]
+        return merge_sources(now, unseen, query, gain, **known, **self._options), (*stats[3:], *rstd)
 
     def read_scale(self, site: int) -> float:
         """Of the mean of the sources, which equal weights read; sigmoids of zero are a half each."""
@@ -187,10 +191,15 @@ class AttnRes(Residual):
         ahead = sources.ahead
         # statistics begin with an `out`, which has the axes of a source
         stats = 3 * (run.stop - site) if run and ahead and ahead[0].dim() == sources.done[0].dim() else 0
-        rstd = ahead[stats:]
-        if self.has_phases and not are_few(sources.done):  # a read of few sources has no use for it
-            rstd = complete_rstd(sources.done, rstd, self.eps, self.depth_backend)
-        return ahead[:stats], rstd
+        if not self.has_phases:
+            return (), ()
+        return ahead[:stats], complete_rstd(sources.done, ahead[stats:], self.eps, self.depth_backend)
+
+    def _read_alone(self, values: tuple[Tensor, ...], query: Tensor, gain: Tensor | None) -> Tensor | None:
+        """In inference, where sharing work between reads gains nothing: one call, unless phases are asked for."""
+        if self.two_phase is True or not self.has_phases:
+            return None
+        return read_alone(values, query, gain, self.eps, self.depth_backend)
 
     def _phase_one(self, run: Run, values: Sequence[Tensor], rstd: Sequence[Tensor]) -> Note:
         """Statistics of all sites of a run, three tensors each."""

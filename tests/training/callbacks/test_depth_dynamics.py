@@ -6,10 +6,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.checkpoint import checkpoint
 
+from attnres_lit.inference.watch import observe, roots
 from attnres_lit.model import Transformer
 from attnres_lit.residual import BlockAttnRes, PreNorm
 from attnres_lit.training.callbacks import DepthDynamics
-from attnres_lit.training.callbacks.depth_dynamics import observe, roots
 from residual.models import CONFIGS, factory_from_yaml
 from training.tiny import VOCAB, Tokens, tiny_config, tiny_module, tiny_trainer
 

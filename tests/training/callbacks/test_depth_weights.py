@@ -7,11 +7,12 @@ import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from attnres_lit.inference.pictures import draw_weights
+from attnres_lit.inference.watch import means, record
 from attnres_lit.model import Transformer
 from attnres_lit.model.runner import Part
 from attnres_lit.residual import BlockAttnRes, FullAttnRes
 from attnres_lit.training.callbacks import DepthWeights
-from attnres_lit.training.callbacks.depth_weights import draw, means, record
 from training.tiny import VOCAB, Tokens, tiny_config, tiny_module, tiny_trainer
 
 TOKENS = torch.randint(VOCAB, (2, 5), generator=torch.Generator().manual_seed(0))
@@ -54,15 +55,16 @@ def test_window_keeps_the_columns_of_its_sources():
 
 def test_picture():
     plain = {0: {0: 1.0}, 1: {0: 0.5, 1: 0.5}, 2: {0: 0.1, 1: 0.9}}
-    image = draw(plain)
+    image = draw_weights(plain)
     assert image.dtype == np.uint8
     assert image.shape[2] == 3
-    assert (image != draw(plain | {2: {0: 0.9, 1: 0.1}})).any()
-    assert (image != draw(plain | {1: {0: 0.5, 1: 0.4}})).any()
+    assert (image != draw_weights(plain | {2: {0: 0.9, 1: 0.1}})).any()
+    assert (image != draw_weights(plain | {1: {0: 0.5, 1: 0.4}})).any()
 
 
 def test_a_deep_model_stays_readable():
-    assert draw({site: dict.fromkeys(range(site + 1), 1 / (site + 1)) for site in range(257)}).shape[:2] == (1200, 1400)
+    rows = {site: dict.fromkeys(range(site + 1), 1 / (site + 1)) for site in range(257)}
+    assert draw_weights(rows).shape[:2] == (1200, 1400)
 
 
 def test_the_residual_is_left_as_it_was_after_an_exception(tmp_path, monkeypatch):

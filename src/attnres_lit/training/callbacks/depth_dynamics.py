@@ -1,17 +1,12 @@
 """How large the residual and its gradient are along depth (arXiv 2603.15031, Fig. 5)."""
 
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 
-from attnres_lit.residual.base import Note, Residual, Sources
+from attnres_lit.inference.watch import Squares, observe, roots
 from attnres_lit.training.module import LanguageModel
-
-Squares = dict[tuple[str, int], tuple[Any, int]]
 
 
 class DepthDynamics(Callback):
@@ -61,58 +56,3 @@ class DepthDynamics(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the residual as it was."""
         self.observing.close()
-
-
-@contextmanager
-def observe(*residuals: Residual) -> Generator[Squares]:
-    """Sums of squares of the residual, and of its gradient, after each layer, in all forwards and backwards within.
-
-    Of the partial or, where the layer has just closed a block, of the source that it became (Full AttnRes: the newest
-    source); with streams, of their mean, whose gradient is the sum of theirs.
-
-    Args:
-        residuals: the parts of a residual that run in this process.
-
-    Returns:
-        `{(name, layer): (sum of squares, elements)}`, filled as the passes go, for `roots`.
-    """
-    squares: Squares = {}
-
-    def add(name: str, layer: int, x: Tensor) -> None:
-        before, count = squares.get((name, layer), (0.0, 0))
-        squares[name, layer] = before + norm(x) ** 2, count + x.numel()
-
-    def watch(residual: Residual) -> None:
-        write = residual.write
-
-        def observed(sources: Sources, output: Tensor, site: int, note: Note) -> Sources:
-            sources = write(sources, output, site, note)
-            layer, is_last_of_layer = divmod(site, 2)
-            if is_last_of_layer:
-                newest = sources.done[-1] if sources.partial is None else sources.partial
-                with_streams = newest.dim() > output.dim()
-                add("output_rms", layer, newest.detach().mean(-2) if with_streams else newest.detach())
-                if newest.requires_grad:  # not in the first pass of reentrant activation checkpointing
-                    newest.register_hook(lambda grad: add("grad_norm", layer, grad.sum(-2) if with_streams else grad))
-            return sources
-
-        residual.write = observed
-
-    for residual in residuals:
-        watch(residual)
-    try:
-        yield squares
-    finally:
-        for residual in residuals:
-            del residual.write
-
-
-def roots(squares: Squares) -> dict[tuple[str, int], float]:
-    """Root mean squares of outputs and norms of gradients, the latter over the whole `(B, T, D)`."""
-    means = [total / count if name == "output_rms" else total for (name, _), (total, count) in squares.items()]
-    return dict(zip(squares, torch.stack(means).sqrt().tolist(), strict=True)) if means else {}  # one transfer for all
-
-
-def norm(x: Tensor) -> Tensor:
-    """Euclidean norm, summed in at least fp32."""
-    return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))

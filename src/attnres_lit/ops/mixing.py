@@ -144,12 +144,12 @@ class _Again(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyrefly: ignore[bad-override]
         needed = ctx.needs_input_grad[1:]
-        inputs = [
+        inputs: list[Any] = [
             tensor if tensor is None else tensor.detach().requires_grad_(need)
             for tensor, need in zip(ctx.saved_tensors, needed, strict=True)
         ]
-        wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
         with torch.enable_grad():
             out = ctx.formula(*inputs)[0]
+        wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
         grads = iter(torch.autograd.grad(out, wanted, grad))
         return None, *(next(grads) if need else None for need in needed)

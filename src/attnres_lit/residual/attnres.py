@@ -81,14 +81,14 @@ class AttnRes(Residual):
         num_sources: Sequence[int] | None = None,
     ) -> None:
         super().__init__(num_sites, dim)
-        self._attend = depth_read(query, mixing, num_heads)
+        self._depth_read = depth_read(query, mixing, num_heads)
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide dim={dim}")
         if eps <= 0:
             raise ValueError(f"eps={eps} must be above 0")
         if two_phase not in ("auto", True, False):
             raise ValueError(f"two_phase={two_phase!r} must be auto, true or false")
-        self.has_phases = self._attend is depth_attention
+        self.has_phases = self._depth_read is depth_attention
         if two_phase is True and not self.has_phases:
             raise ValueError(
                 "two_phase=true needs the softmax of static queries: set it to auto, or query=static and mixing=softmax"
@@ -133,7 +133,7 @@ class AttnRes(Residual):
         return self._read(sources, self.num_sites)[0]
 
     def _read(self, sources: Sources, site: int) -> tuple[Tensor, Note]:
-        values, (query, gain) = self.values(sources), self._scoring(site)
+        values, (query, gain) = self.values(sources), self._query(site)
         if (alone := self._read_alone(values, query, gain)) is not None:
             return alone, ()
         run = self._runs.get(site)
@@ -141,7 +141,7 @@ class AttnRes(Residual):
         if run and run.first == site and self._in_two_phases(values):
             stats = self._phase_one(run, values, rstd)
         if not (run and stats):
-            return self._attend(values, query, gain, rstd=rstd, **self._options), rstd
+            return self._depth_read(values, query, gain, rstd=rstd, **self._options), rstd
         now, unseen = DepthStats(*stats[:3]), values[run.seen :]
         known = {"rstd": rstd[run.seen :], "dtype": values[0].dtype}
         return merge_sources(now, unseen, query, gain, **known, **self._options), (*stats[3:], *rstd)
@@ -157,14 +157,14 @@ class AttnRes(Residual):
         values = self.values(sources)
         if site == 0:
             return values[0].new_ones(1, *values[0].shape[:-1])
-        return self._attend(values, *self._scoring(site), return_weights=True, **self._options)[1]
+        return self._depth_read(values, *self._query(site), return_weights=True, **self._options)[1]
 
     @staticmethod
     def values(sources: Sources) -> tuple[Tensor, ...]:
         """What a site attends to: the finished sources, and the partial last."""
         return sources.done if sources.partial is None else (*sources.done, sources.partial)
 
-    def _scoring(self, site: int) -> tuple[Tensor, Tensor | None]:
+    def _query(self, site: int) -> tuple[Tensor, Tensor | None]:
         """What makes the logits of a site, its query as a rule, and its key gain; `num_sites` stands for the exit."""
         last = site == self.num_sites
 
@@ -203,7 +203,7 @@ class AttnRes(Residual):
 
     def _phase_one(self, run: Run, values: Sequence[Tensor], rstd: Sequence[Tensor]) -> Note:
         """Statistics of all sites of a run, three tensors each."""
-        queries, gains = zip(*map(self._scoring, range(run.first, run.stop)), strict=True)
+        queries, gains = zip(*map(self._query, range(run.first, run.stop)), strict=True)
         return tuple(chain(*inter_block_reads(values, queries, gains, rstd=rstd, **self._options)))
 
     def _in_two_phases(self, values: Sequence[Tensor]) -> bool:

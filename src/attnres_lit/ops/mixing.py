@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attnres_lit.ops.backends import Backend
 from attnres_lit.ops.depth_attention import depth_attention
 from attnres_lit.ops.eager import compute_dtype, full_precision
 
@@ -62,8 +63,9 @@ def mix_depth(
     sigmoid: bool = False,
     heads: int = 1,
     eps: float | None = 1e-6,
+    rstd: Sequence[Tensor] = (),
     return_weights: bool = False,
-    **_: Any,
+    backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """One read. Saves references to the sources for backward, which computes everything again.
 
@@ -75,8 +77,9 @@ def mix_depth(
         sigmoid: weigh by it instead of by a softmax over the sources.
         heads: H.
         eps: of the norm on keys; None leaves them un-normalised.
+        rstd: as `depth_attention` has it; not used here.
         return_weights: also return the weights.
-        _: options of `depth_attention` that concern its kernels.
+        backend: as `depth_attention` has it; not used here.
 
     Returns:
         `(..., D)` in the dtype of the sources. With `return_weights`, also `(S, ...)`, or `(S, ..., H)` with several

@@ -99,8 +99,7 @@ def memory(models: dict[str, Transformer], tokens: int, chunks: list[int]) -> li
     for chunk in chunks:
         peaks = {}
         for name, model in models.items():
-            cache = cache_for(model, 1, tokens)
-            held = sum(keys.nbytes + values.nbytes for keys, values in cache._kept.values())
+            held = cache_for(model, 1, tokens).nbytes
             peaks[name] = peak_bytes(prefill_step(model, tokens, chunk)) - held
         for name, peak in peaks.items():
             row = {"what": f"prefill of {tokens}", "chunk": chunk, "case": name, "peak MiB": peak / MIB}

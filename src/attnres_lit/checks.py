@@ -4,10 +4,11 @@ import difflib
 import inspect
 import re
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import Namespace
 
 from attnres_lit.data.corpora import Corpus
 from attnres_lit.data.tokenizers import Tokenizer

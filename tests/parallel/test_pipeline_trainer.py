@@ -84,6 +84,16 @@ def test_evaluation_and_depth_callbacks(residual, tmp_path):
             assert row == pytest.approx(wanted[site], rel=1e-4), site
 
 
+def observe(folder, pipeline):
+    trainer, module = setup(folder, BlockAttnRes, pipeline, callbacks=[DepthDynamics(every_n_steps=1)])
+    trainer.fit(module, Data())
+
+
+def test_a_rank_where_no_layer_ends(tmp_path):
+    """It has nothing to log, and must not leave the others waiting."""
+    on_ranks(2, observe, tmp_path, {"schedule": "Interleaved1F1B", "virtual_stages": 4}, timeout=60)
+
+
 class Raises(Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         trainer.strategy.cache.open()

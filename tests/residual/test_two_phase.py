@@ -96,3 +96,22 @@ def test_options_that_do_not_fit():
         BlockAttnRes(6, 8, two_phase="yes")
     with pytest.raises(ValueError, match="two_phase=true needs every source to stay: window=2 must be null"):
         FullAttnRes(6, 8, window=2, two_phase=True)
+
+
+@pytest.mark.parametrize("strategy", [partial(BlockAttnRes, block_size=3), FullAttnRes])
+def test_in_inference_phases_are_for_those_who_ask(tokens, monkeypatch, strategy):
+    calls = []
+
+    def spy(*args, **kwargs):
+        calls.append(args)
+        return inter_block_reads(*args, **kwargs)
+
+    inter_block_reads = attnres.inter_block_reads
+    monkeypatch.setattr(attnres, "inter_block_reads", spy)
+    monkeypatch.setattr(attnres, "TWO_PHASE_FROM", 1)
+    auto, asked = (scatter(build(partial(strategy, two_phase=mode))) for mode in ("auto", True))
+    with torch.inference_mode():
+        alone = auto(tokens)
+        assert not calls
+        torch.testing.assert_close(asked(tokens), alone, rtol=1e-10, atol=1e-12)
+    assert len(calls) == 3

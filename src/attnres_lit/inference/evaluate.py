@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,7 +53,7 @@ class Perplexity:
 @torch.inference_mode()
 def perplexity(
     model: Transformer,
-    documents: Iterable[Sequence[int]],
+    documents: Iterable[Sequence[int] | np.ndarray],
     token_bytes: Tensor,
     start: int,
     window: int | None = None,

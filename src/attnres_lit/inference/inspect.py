@@ -3,10 +3,11 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnres_lit.data.tokenizers import Tokenizer
 from attnres_lit.inference.generate import stream
@@ -77,8 +78,8 @@ def _heads_mean(weights: Tensor) -> Tensor:
 
 def count_parameters(model: Transformer) -> dict[str, int]:
     """How many parameters each part has; a tied head counts with the embedding."""
-    sublayers = list(model.sublayers.values())
-    parts = {
+    sublayers: list[Any] = list(model.sublayers.values())
+    parts: dict[str, list[nn.Module]] = {
         "embedding": [model.embedding],
         "attention": [sublayer.mixer for sublayer in sublayers[0::2]],
         "MLP": [sublayer.mixer for sublayer in sublayers[1::2]],

@@ -9,6 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
+WEIGHT = "depth-attention weight"
 TICKS = [0, 0.02, 0.1, 0.25, 0.5, 1]
 
 
@@ -29,7 +30,7 @@ def draw_weights(rows: Mapping[int, Mapping[int, float]]) -> np.ndarray:
     _label(axes.set_xticks, source_names(sources))
     axes.set_xlabel("source")
     axes.set_ylabel("site")
-    axes.set_title("mean depth-attention weight", fontsize=9)
+    axes.set_title(f"mean {WEIGHT}", fontsize=9)
     figure.colorbar(image, ax=axes, ticks=TICKS)
     return _pixels(figure)
 
@@ -49,7 +50,6 @@ def draw_tokens(rows: Mapping[int, Mapping[int, np.ndarray]], tokens: Sequence[s
     figure = Figure(figsize=size, dpi=100, layout="constrained")
     grid = figure.subplots(lines, columns, squeeze=False).flatten()
     *_, last = rows
-    image = None
     for axes, (site, row) in zip(grid, rows.items(), strict=False):
         table = np.full((sources, len(tokens)), np.nan)
         for at, weights in row.items():
@@ -59,9 +59,11 @@ def draw_tokens(rows: Mapping[int, Mapping[int, np.ndarray]], tokens: Sequence[s
         _label(axes.set_yticks, source_names(sources), 8)
         _label(axes.set_xticks, list(tokens), 80)
         axes.tick_params(labelsize=6)
+        axes.tick_params(axis="x", rotation=90 if max(map(len, tokens)) > 2 else 0)
+        if site == last:
+            figure.colorbar(image, ax=grid.tolist(), ticks=TICKS, shrink=min(1.0, 3 / lines), label=WEIGHT)
     for axes in grid[len(rows) :]:
         axes.set_axis_off()
-    figure.colorbar(image, ax=grid.tolist(), ticks=TICKS, shrink=min(1.0, 3 / lines), label="depth-attention weight")
     return _pixels(figure)
 
 

@@ -69,6 +69,11 @@ class KVCache:
             for site in range(0, config.num_sites, 2)
         }
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self._kept.values())
+
     def past(self, tokens: int) -> Past:
         """What a forward of `(B, tokens)` needs. Raises ValueError where the longest row would outgrow its slots."""
         seen = max(self.lengths) + tokens

@@ -15,6 +15,13 @@ from torch import Tensor
 from attnres_lit.ops.cpu_kernels import MARKERS, MATH, ROWS, _narrow, _pointer, _widen, runs_serially
 from attnres_lit.ops.eager import compute_dtype
 
+# by dtype of the sources: how a kernel sees their elements, and what it computes in, also as a dtype
+KINDS = {
+    dtype: (marker, MARKERS[wide], wide)
+    for dtype, marker in MARKERS.items()
+    for wide in [compute_dtype(torch.empty(0, dtype=dtype))]
+}
+
 
 def _read(
     element: Any, wide: Any, sources: Any, query_at: int, gain_at: int, out_at: int, M: int, D: int, eps: float
@@ -59,36 +66,38 @@ _serial = njit(fastmath=MATH, cache=True)(_read)
 _parallel = njit(fastmath=MATH, parallel=True, cache=True)(_read)
 
 
-def fits(sources: Sequence[Tensor], query: Tensor) -> bool:
-    """Whether the kernel takes these: plain tensors on the CPU, alike and without gaps."""
-    first = sources[0]
-    shape, dtype = first.shape, first.dtype
-    for source in sources:
-        if source.dtype is not dtype or not source.is_cpu or not source.is_contiguous() or source.shape != shape:
-            return False
-    return shape[-1] == query.numel() and query.is_cpu and type(first) is Tensor
+def read(sources: Sequence[Tensor], query: Tensor, key_gain: Tensor | None, eps: float | None) -> Tensor | None:
+    """Depth attention with one head, where the kernel takes the sources: plain, on the CPU, alike and without gaps.
 
-
-def read(sources: Sequence[Tensor], query: Tensor, key_gain: Tensor | None, eps: float | None) -> Tensor:
-    """Depth attention with one head.
+    Python is kept short: decoding streams all weights through the caches, so what runs between them starts cold.
 
     Args:
-        sources: S tensors `(..., D)` that fit.
+        sources: S tensors `(..., D)`.
         query: `(D,)`.
         key_gain: `(D,)`, or None.
         eps: of the norm on keys; None: they are not normalised.
 
     Returns:
-        `(..., D)` in the dtype of the sources, without gradient.
+        `(..., D)` in the dtype of the sources, without gradient; None where the kernel does not take them.
     """
-    out = torch.empty_like(sources[0])
-    D, wide = query.numel(), compute_dtype(out)
-    query = _plain(query, wide)  # alive while its address is in use, as is the gain
-    gain = None if key_gain is None else _plain(key_gain, wide)
-    M = out.numel() // D
-    (_serial if runs_serially(M) else _parallel)(
-        MARKERS[out.dtype], MARKERS[wide], np.array([source.data_ptr() for source in sources]), query.data_ptr(),
-        0 if gain is None else gain.data_ptr(), out.data_ptr(), M, D, -1.0 if eps is None else eps,
+    first = sources[0]
+    shape, dtype, D = first.shape, first.dtype, query.numel()
+    if type(first) is not Tensor or dtype not in KINDS or shape[-1] != D or not query.is_cpu:
+        return None
+    addresses = []
+    for source in sources:
+        if source.dtype is not dtype or source.shape != shape or not source.is_cpu or not source.is_contiguous():
+            return None
+        addresses.append(source.data_ptr())
+    element, wide, wide_dtype = KINDS[dtype]
+    query = _plain(query, wide_dtype)  # alive while its address is in use, as is the gain
+    gain = None if key_gain is None else _plain(key_gain, wide_dtype)
+    out = torch.empty_like(first)
+    M = first.numel() // D
+    kernel = _serial if M <= ROWS or runs_serially(M) else _parallel
+    kernel(
+        element, wide, np.array(addresses), query.data_ptr(), 0 if gain is None else gain.data_ptr(), out.data_ptr(),
+        M, D, -1.0 if eps is None else eps,
     )  # fmt: skip
     return out
 

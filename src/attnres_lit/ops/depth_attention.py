@@ -172,8 +172,10 @@ def read_alone(
     """
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled() or query.dim() > 1 or not sources:
         return None
-    if backend in ("auto", "compiled") and (kernel := inference_kernel()) is not None and kernel.fits(sources, query):
-        return kernel.read(sources, query, key_gain, eps)
+    if backend in ("auto", "compiled") and (kernel := inference_kernel()) is not None:
+        out = kernel.read(sources, query, key_gain, eps)
+        if out is not None:
+            return out
     if backend == "auto" and len(sources) > 1 and sources[0].numel() * len(sources) <= FEW:
         return _stacked(sources, query if key_gain is None else query * key_gain, eps)
     return None

@@ -28,7 +28,7 @@ class DepthDynamics(Callback):
             raise ValueError(f"every_n_steps={every_n_steps} must be at least 1")
         self.every_n_steps = every_n_steps
         self.step = 0
-        self.values: Squares = {}
+        self.values: Squares | None = None  # of an observed step; empty where this process ends no layer
         self.observing = ExitStack()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -43,7 +43,7 @@ class DepthDynamics(Callback):
     ) -> None:
         """Log what was observed, once the optimizer has stepped."""
         self.observing.close()
-        if self.step == trainer.global_step or not self.values:
+        if self.step == trainer.global_step or self.values is None:
             return
         assert isinstance(pl_module, LanguageModel)
         found = pl_module.runner.gather(roots(self.values))
@@ -51,7 +51,7 @@ class DepthDynamics(Callback):
         metrics = {f"depth/{name}/{layer:0{digits}}": v for each in found for (name, layer), v in each.items()}
         for logger in trainer.loggers:
             logger.log_metrics(dict(sorted(metrics.items())), step=self.step)
-        self.values = {}
+        self.values = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the residual as it was."""

@@ -7,7 +7,7 @@
 | "fla"      | CUDA, one head, key norm    | fla-core, extra `cuda`  |
 | "auto"     | the fastest of these that is installed and fits |     |
 
-All of them know the softmax of static queries. The ablations of it (`ops/mixing.py`) run their own plain formulas on any
+All of them know the softmax of static queries. Its ablations (`ops/mixing.py`) run plain formulas of their own on any
 device, whatever the backend.
 
 Under `torch.compile`, `torch.export` and fake tensors "compiled" is "eager": the formulas are traced, and Inductor

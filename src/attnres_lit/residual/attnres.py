@@ -152,14 +152,6 @@ class AttnRes(Residual):
             return 1.0
         return 0.5 if self.mixing == "sigmoid" else 1 / self.num_sources[site]
 
-    def read_scale(self, site: int) -> float:
-        """One over the number of sources, of which zero queries read the mean."""
-        nothing = torch.empty(0, device="cpu")
-        sources = self.open(nothing)
-        for earlier in range(site):
-            sources = self.write(sources, nothing, earlier, ())
-        return 1 / len(self.values(sources))
-
     def weights(self, sources: Sources, site: int) -> Tensor | None:
         """What `site` takes of each source: softmax weights, or sigmoids; ones where there is a single source."""
         values = self.values(sources)

@@ -19,7 +19,14 @@ MAY_USE = {
     "training": {"ops", "residual", "model", "parallel", "data", "inference"},
     "experiments": {"ops", "residual", "model", "parallel", "data", "inference", "training"},
 }
-LIGHTNING_LIVES_IN = ("training/", "data/datamodule.py", "parallel/pipeline.py", "parallel/sharded.py", "cli.py")
+LIGHTNING_LIVES_IN = (
+    "training/",
+    "data/datamodule.py",
+    "parallel/pipeline.py",
+    "parallel/sharded.py",
+    "parallel/launch.py",
+    "cli.py",
+)
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

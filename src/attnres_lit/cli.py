@@ -20,6 +20,7 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -27,8 +28,10 @@ import attnres_lit
 from attnres_lit.checks import check_config, class_of, explain
 from attnres_lit.commands import COMMANDS
 from attnres_lit.data.datamodule import TokenDataModule
-from attnres_lit.parallel import PipelineStrategy
+from attnres_lit.parallel import FullyShardedStrategy, PipelineStrategy
 from attnres_lit.parallel.checkpoint import consolidate
+from attnres_lit.parallel.launch import Launcher, RankLost, chain
+from attnres_lit.parallel.watch import say
 from attnres_lit.planning import Planner, without_devices
 from attnres_lit.retrofit import follow_checkpoint
 from attnres_lit.runs import check_readable, claim, find_checkpoint, move_aside, run_name, substitute
@@ -151,6 +154,8 @@ class CLI(LightningCLI):
         if isinstance(self.trainer.strategy, PipelineStrategy):
             data, model = self.datamodule, self.model
             self.trainer.strategy.cut(model.model, data.seq_len, data.batch_size, model.compiled)
+        elif isinstance(self.trainer.strategy, FullyShardedStrategy):
+            self.trainer.strategy.check()
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Without the callbacks that a flag turns off; a checkpoint file is replaced as a whole."""
@@ -162,6 +167,11 @@ class CLI(LightningCLI):
         trainer = super().instantiate_trainer(**kwargs)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # unless a plugin or the strategy has its own
             trainer.strategy.checkpoint_io = CheckpointFiles()
+        launcher = trainer.strategy.launcher
+        if type(launcher) is _SubprocessScriptLauncher:  # that of DDP; our strategies have their own
+            trainer.strategy._launcher = Launcher(
+                launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
+            )
         return trainer
 
     def before_fit(self) -> None:
@@ -254,9 +264,12 @@ def main(args: list[str] | None = None) -> None:
             CLI(args)
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()  # left to the end of the process, its threads may abort a run that is done
+    except RankLost as error:
+        say(str(error))
+        sys.exit(1)
     except (ValueError, MisconfigurationException) as error:
-        for each in (error, error.__cause__):  # the parser wraps what a component that may be null raises
-            raised_in = Path(traceback.extract_tb(each.__traceback__)[-1].filename) if each else Path()
+        for each in chain(error):  # the parser wraps what a component that it builds raises
+            raised_in = Path(traceback.extract_tb(each.__traceback__)[-1].filename)
             if any(raised_in.is_relative_to(Path(package.__file__).parent) for package in (attnres_lit, lightning)):
                 fail(" ".join(str(each).split()))
         raise

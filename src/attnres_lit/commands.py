@@ -85,11 +85,11 @@ def generate(args: Sequence[str]) -> None:
     model, tokenizer, seq_len, _ = load(options.ckpt_path, options.device)
 
     def reply(prompts: Sequence[str], echo: bool) -> None:
+        limits = (options.max_new_tokens, sampling, options.stop, options.prefill_chunk)
+        _show(prompts, complete(model, tokenizer, prompts, *limits), echo)
         longest = max(len(tokenizer.encode(prompt)) for prompt in prompts) + options.max_new_tokens
         if longest > seq_len:
             sys.stderr.write(f"[trained on {seq_len} tokens at a time: what comes after them may be worse]\n")
-        limits = (options.max_new_tokens, sampling, options.stop, options.prefill_chunk)
-        _show(prompts, complete(model, tokenizer, prompts, *limits), echo)
 
     if options.interactive:
         for prompt in _asked():

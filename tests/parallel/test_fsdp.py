@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -262,7 +262,7 @@ def test_what_cannot_work_is_refused(strategy, options, message, tmp_path):
 
 def test_a_timeout_is_positive():
     with pytest.raises(ValueError, match=r"timeout=0 must be above 0 seconds"):
-        FullyShardedStrategy(timeout=0)
+        Trainer(accelerator="cpu", devices=2, strategy=FullyShardedStrategy(timeout=0), logger=False)
 
 
 def test_units_of_what_is_there():

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -54,7 +55,12 @@ def launch(launcher, parallel, *flags):
         command, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr
-    with open(f"runs/{parallel}/csv/version_0/metrics.csv") as file:
+    return losses(parallel)
+
+
+def losses(name):
+    """Of training and validation, and the norms of the gradient."""
+    with open(f"runs/{name}/csv/version_0/metrics.csv") as file:
         rows = list(csv.DictReader(file))
     return [[float(row[name]) for row in rows if row[name]] for name in ("train/loss", "val/loss", "grad_norm")]
 
@@ -81,3 +87,22 @@ def test_only_a_sharded_model_is_built_without_values(parallel, monkeypatch):
     monkeypatch.setattr(CLI, "_run_subcommand", lambda self, subcommand: models.append(self.model.model))
     main(args(parallel))
     assert {p.is_meta for p in models[0].parameters()} == {parallel == "fsdp"}
+
+
+def test_torchrun_and_slurm_start_a_pipeline_alike():
+    flags = ["--trainer.enable_checkpointing=false"]
+    first = launch(TORCHRUN, "pipeline", *flags)
+    Path("runs/pipeline").rename("runs/by_torchrun")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(2):  # as srun does
+        variables = {"PROCID": rank, "LOCALID": rank, "NODEID": 0, "NTASKS": 2, "JOB_ID": 1, "NTASKS_PER_NODE": 2}
+        variables |= {"JOB_NAME": "train", "NODELIST": "127.0.0.1"}
+        environment = {f"SLURM_{name}": str(value) for name, value in variables.items()}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *ALONE, "attnres_lit", *args("pipeline", *flags)]
+        processes.append(subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.DEVNULL))
+    assert [process.wait(240) for process in processes] == [0, 0]
+    agree(first, losses("pipeline"))

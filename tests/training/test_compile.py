@@ -33,7 +33,9 @@ def test_two_graphs_in_training(path, num_layers, counter):
         batch = torch.randint(VOCAB, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(seed))
         loss = module.nats(batch, "mean")
         loss.backward()
-        assert loss.equal(eager.nats(batch, "mean"))
+        torch.testing.assert_close(
+            loss, eager.nats(batch, "mean"), rtol=1e-6, atol=0.0
+        )  # norms are spelt out in a graph
     assert counter.frame_count == 2
 
 

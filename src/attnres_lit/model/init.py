@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from attnres_lit.model.attention import Rotary
+from attnres_lit.model.norm import RMSNorm
 from attnres_lit.residual.base import Residual
 
 if TYPE_CHECKING:
@@ -107,9 +108,7 @@ def _initialize(model: "Transformer", name: str, module: nn.Module) -> None:
             nn.init.normal_(module.weight, std=std / math.sqrt(model.config.num_sites) if is_output else std)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.RMSNorm):
-            nn.init.ones_(module.weight)
-        elif isinstance(module, Rotary):
+        elif isinstance(module, RMSNorm | Rotary):
             module.reset_parameters()
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Size, Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
@@ -17,13 +18,14 @@ from attnres_lit.model.init import materialize
 from attnres_lit.parallel.block_cache import BlockCache
 from attnres_lit.parallel.fsdp import shard
 from attnres_lit.parallel.gradients import average, total_norm
+from attnres_lit.parallel.launch import EndsTogether
 from attnres_lit.parallel.schedule import Pipeline
 from attnres_lit.parallel.settings import Cache, PipelineSettings, check_pipeline
 from attnres_lit.parallel.sharded import ShardedCheckpoint
 from attnres_lit.parallel.stage import Layout, Stage, cut_model, hold
 
 
-class PipelineStrategy(ShardedCheckpoint, ModelParallelStrategy):
+class PipelineStrategy(ShardedCheckpoint, EndsTogether, ModelParallelStrategy):
     """Stages of the model on several processes, and replicas of the pipeline on the rest.
 
     The ranks of a pipeline read the same batches, split into `num_microbatches` equal parts; replicas read different
@@ -38,12 +40,13 @@ class PipelineStrategy(ShardedCheckpoint, ModelParallelStrategy):
             twice; "auto": where that saves anything.
         split_points: first sites of all P x V stages but the first; null balances what the stages cost.
         fully_shard: shard parameters and optimizer state over the replicas (FSDP2), instead of a copy on each.
-        timeout: seconds after which a rank that waits for another gives up.
+        timeout: seconds after which a rank that waits for another gives up; at the start, at least 60.
 
     Raises:
         ValueError: settings that do not go together, or not with the model, the batch or the number of processes.
     """
 
+    group: Any  # process group: the ranks of this rank's pipeline, in order
     pipeline: Pipeline  # from `distribute` on
 
     def __init__(
@@ -57,8 +60,6 @@ class PipelineStrategy(ShardedCheckpoint, ModelParallelStrategy):
         fully_shard: bool = False,
         timeout: float = 1800.0,
     ) -> None:
-        if timeout <= 0:
-            raise ValueError(f"timeout={timeout} must be above 0 seconds")
         super().__init__(timeout=timedelta(seconds=timeout))
         self.pipeline_parallel_size = pipeline_parallel_size
         self.num_microbatches = num_microbatches
@@ -85,6 +86,14 @@ class PipelineStrategy(ShardedCheckpoint, ModelParallelStrategy):
         if ranks < 1 or processes % ranks:
             raise ValueError(f"pipeline_parallel_size={ranks} must divide the number of processes, {processes}")
         return PipelineSettings(ranks, self.num_microbatches, self.schedule, self.virtual_stages, self.cache_blocks)
+
+    @property
+    def stages(self) -> str:
+        """Those of this rank, in words; empty before `distribute`."""
+        if not hasattr(self, "pipeline"):
+            return ""
+        mine, total = self.pipeline.stages, self.pipeline.stages[0].layout.num_stages
+        return f"stage{'s' * (len(mine) > 1)} {', '.join(str(each.index) for each in mine)} of {total}"
 
     def cut(self, model: Transformer, seq_len: int, batch_size: int | None, compile: bool) -> Layout:
         """How this pipeline cuts a model, which may be on meta; it stays whole.
@@ -123,6 +132,10 @@ class PipelineStrategy(ShardedCheckpoint, ModelParallelStrategy):
         self._device_mesh = self.module._device_mesh = init_device_mesh(
             self.root_device.type, shape, mesh_dim_names=names
         )
+        # torch would give it a timeout of its own, and a receive keeps the one that its group began with
+        pipelines = self._device_mesh.mesh.T.tolist()
+        self.group, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=self._timeout)
+        self.limit_waiting()
 
     def distribute(self, model: Transformer, compile: bool) -> None:
         """Leave of a model, built the same on all ranks or on meta, the stages of this rank. Raises as `cut`."""
@@ -131,7 +144,7 @@ class PipelineStrategy(ShardedCheckpoint, ModelParallelStrategy):
         layout = self.cut(model, getattr(trainer.datamodule, "seq_len", model.config.max_seq_len), None, compile)
         shapes = {name: parameter.shape for name, parameter in model.residual.named_parameters()}
         self.shared = {name: (first, shapes[name]) for name, first in layout.shared_parameters().items()}
-        group, context = self.device_mesh["pipeline"].get_group(), self.precision_plugin.forward_context
+        group, context = self.group, self.precision_plugin.forward_context
         mine = range(dist.get_rank(group), layout.num_stages, layout.num_ranks)
         stages = [Stage(model, layout, index, self.cache, context) for index in mine]
         for stage in stages:
@@ -148,8 +161,20 @@ class PipelineStrategy(ShardedCheckpoint, ModelParallelStrategy):
         hold(model, stages)
         self.pipeline = Pipeline(stages, self.schedule, self.num_microbatches, self.root_device, group)
         self.module.runner = self.pipeline
+        self._say_how_it_is_cut()
         if not any(isinstance(each, BlockCacheCallback) for each in trainer.callbacks):
             trainer.callbacks.append(BlockCacheCallback())
+
+    def _say_how_it_is_cut(self) -> None:
+        """In one line, on rank 0: a model summary sees the part of that rank alone."""
+        held = {}
+        for stage in self.pipeline.stages:
+            held[stage.index] = stage.sites, sum(parameter.numel() for parameter in stage.parameters())
+        words = []
+        for rank, of_rank in enumerate(self.pipeline.gather(held)):
+            ranks = "/".join(map(str, self.device_mesh.mesh[rank].tolist()))
+            words += [(i, f"{i} on rank {ranks}, sites {sites}, {n:,} parameters") for i, (sites, n) in of_rank.items()]
+        rank_zero_info("Stages: " + "; ".join(text for _, text in sorted(words)))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of a batch: a schedule does both in one, with autocast in the forward of each stage.
@@ -181,7 +206,7 @@ class PipelineStrategy(ShardedCheckpoint, ModelParallelStrategy):
 
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The 2-norm of the gradients of all stages, on every rank."""
-        group = self.device_mesh["pipeline"].get_group()
+        group = self.group
         counted_elsewhere = {name for name, (first, _) in self.shared.items() if first != dist.get_rank(group)}
         names = {parameter: name for name, parameter in self.module.model.residual.named_parameters()}
         return total_norm(parameters, group, counted=lambda parameter: names.get(parameter) not in counted_elsewhere)
@@ -192,7 +217,7 @@ class PipelineStrategy(ShardedCheckpoint, ModelParallelStrategy):
         for name, (_, shape) in self.shared.items():
             parameter = held.get(name)
             grad = torch.zeros(shape, device=self.root_device) if parameter is None else parameter.grad
-            dist.all_reduce(grad, group=self.device_mesh["pipeline"].get_group())
+            dist.all_reduce(grad, group=self.group)
 
 
 class BlockCacheCallback(Callback):

@@ -133,6 +133,12 @@ class Stage(nn.Module):
             return self._hand_over(self.cut_out, sources, at)
 
     @property
+    def sites(self) -> str:
+        """The first and the last one."""
+        mine = self.layout.sites[self.index]
+        return f"{mine.start}-{mine.stop - 1}"
+
+    @property
     def part(self) -> Part:
         """The residual of this stage, and what it begins with."""
         cuts, residual = self.layout.depth.cuts, self.model.residual

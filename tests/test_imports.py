@@ -64,7 +64,7 @@ def test_no_file_is_called_utils():
 
 
 def test_strategies_do_not_import_one_another():
-    strategies = {"prenorm", "denseformer", "mhc", "full_attnres", "block_attnres"}
+    strategies = {"prenorm", "denseformer", "hyper_connections", "mhc", "full_attnres", "block_attnres"}
     for name in strategies:
         used = {
             i.removeprefix("attnres_lit.residual.").split(".")[0] for i in imports(PACKAGE / "residual" / f"{name}.py")

@@ -1,4 +1,4 @@
-"""What the README says is true: its commands run, its files exist, its sixth strategy passes the contract."""
+"""What the README says is true: its commands run, its files exist, its strategy passes the contract."""
 
 import re
 import shlex
@@ -70,17 +70,17 @@ def run(args, capsys):
 def test_names_only_files_that_exist():
     for path in re.findall(r"\]\(([\w./-]+)\)|`((?:configs|src|tests|data|docs)/[\w./-]*)`", README):
         path = path[0] or path[1]
-        if "rezero" not in path:
+        if "scaled" not in path:
             assert (ROOT / path).exists(), path
 
 
-def test_the_sixth_strategy_is_lint_clean(tmp_path):
+def test_the_strategy_is_lint_clean(tmp_path):
     source = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert source
-    (tmp_path / "rezero.py").write_text(source[1])
+    (tmp_path / "scaled.py").write_text(source[1])
     config = f"--config={ROOT / 'pyproject.toml'}"
     ruff = [sys.executable, "-m", "ruff"]
-    for check in ([*ruff, "check", config, "rezero.py"], [*ruff, "format", "--check", config, "rezero.py"]):
+    for check in ([*ruff, "check", config, "scaled.py"], [*ruff, "format", "--check", config, "scaled.py"]):
         done = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
 
@@ -90,7 +90,7 @@ def test_is_short():
 
 
 @pytest.fixture
-def sixth(monkeypatch):
+def own(monkeypatch):
     """The README's strategy, as a module of its own."""
     source = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert source
@@ -100,23 +100,32 @@ def sixth(monkeypatch):
     return next(s for s in vars(module).values() if isinstance(s, type) and s.__module__ == "readme_strategy")
 
 
+def reference(residual, h, f):
+    for site in range(residual.num_sites):
+        h = h + residual.scale[str(site)] * f(site, h)
+    return h
+
+
+@pytest.mark.parametrize(("per_channel", "init"), [(False, 0.5), (True, 1.0)], ids=["rezero", "layerscale"])
 @pytest.mark.parametrize("name", [name for name in dir(contract) if name.startswith("test_")])
-def test_the_sixth_strategy_passes_the_contract(name, sixth):
-    assert issubclass(sixth, Residual)
+def test_the_strategy_passes_the_contract(name, per_channel, init, own, monkeypatch):
+    assert issubclass(own, Residual)
+    monkeypatch.setitem(contract.REFERENCES, own, reference)
     tokens = torch.randint(VOCAB, (2, 5), generator=torch.Generator().manual_seed(0))
-    check = getattr(contract, name)
-    if name == "test_starts_as_prenorm_where_it_says_so":
-        check(partial(sixth, init=0.5), tokens, torch.float64, 1e-18, 1e-9)
-    else:
-        check(sixth, tokens)
+    more = (torch.float64, 1e-18, 1e-9) if name == "test_starts_as_prenorm_where_it_says_so" else ()
+    getattr(contract, name)(partial(own, per_channel=per_channel, init=init), tokens, *more)
 
 
-def test_the_sixth_strategy_trains_from_the_command_line(sixth, tmp_path, monkeypatch):
+def test_the_strategy_trains_from_the_command_line(own, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["attnres_lit"])
     (tmp_path / "text.txt").write_text("".join(f"line {i} of a small corpus\n" for i in range(400)))
     flags = ["--data.corpus=TextFiles", "--data.corpus.paths=[text.txt]", "--data.corpus.one_document_per=line"]
     config = str(ROOT / "configs/block.yaml")
-    main(["fit", "--config", config, "--model.residual=readme_strategy.ReZero", *flags, *SMALL])
-    last = torch.load("runs/ReZero/checkpoints/last.ckpt", weights_only=True)
-    assert last["hyper_parameters"]["residual"] == {"class_path": "readme_strategy.ReZero", "init_args": {"init": 0.0}}
+    main(["fit", "--config", config, "--model.residual=readme_strategy.ScaledResidual", *flags, *SMALL])
+    last = torch.load("runs/ScaledResidual/checkpoints/last.ckpt", weights_only=True)
+    options = {"per_channel": False, "init": 0.0}
+    assert last["hyper_parameters"]["residual"] == {
+        "class_path": "readme_strategy.ScaledResidual",
+        "init_args": options,
+    }

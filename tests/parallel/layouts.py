@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from attnres_lit import BlockAttnRes, Transformer
 from attnres_lit.parallel.checkpoint import read_full, read_optimizers, read_weights, write, write_file
 from attnres_lit.parallel.optimizer_state import add_names, group_names
+from attnres_lit.training.muon import MuonAdamW, WholeMuon
 from attnres_lit.training.optim import restore_by_name
 from training.tiny import tiny_config
 
@@ -49,8 +50,8 @@ def shard(model, mesh):
     fully_shard(model, mesh=mesh)
 
 
-def spread(layout):
-    """What this process holds in a layout: the model and its optimizer."""
+def spread(layout, muon=False):
+    """What this process holds in a layout: the model and its optimizer, AdamW or Muon and AdamW."""
     whole = Whole()
     if layout in ("replicated", "hybrid"):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
@@ -61,6 +62,10 @@ def spread(layout):
         cut(whole.model, dist.get_rank(), 2)
     elif layout == "fsdp":
         shard(whole.model, init_device_mesh("cpu", (2,)))
+    if muon:
+        matrices = [p for p in whole.model.sublayers.parameters() if p.dim() > 1]
+        others = [p for p in whole.parameters() if not any(p is matrix for matrix in matrices)]
+        return whole, MuonAdamW(WholeMuon([{"params": matrices}], lr=1e-2), torch.optim.AdamW([{"params": others}]))
     decayed = [p for p in whole.parameters() if p.dim() > 1]
     rest = [p for p in whole.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -98,9 +103,9 @@ def rest(steps):
     return {"pytorch-lightning_version": "2.6", "global_step": steps, "hyper_parameters": {"a": [1, None]}}
 
 
-def save(layout, path, steps=3):
+def save(layout, path, steps=3, muon=False):
     """Take some steps, write, take one more. Returns what this process holds before and after the last one."""
-    model, optimizer = spread(layout)
+    model, optimizer = spread(layout, muon)
     for number in range(steps):
         step(model, optimizer, number)
     before = held(model, optimizer)
@@ -114,11 +119,11 @@ def save(layout, path, steps=3):
     return before, held(model, optimizer)
 
 
-def load(layout, paths, steps=3):
+def load(layout, paths, steps=3, muon=False):
     """Load each of the paths into a fresh model and optimizer, and take a step. Returns what `save` does, for each."""
     results = []
     for path in paths:
-        model, optimizer = spread(layout)
+        model, optimizer = spread(layout, muon)
         for group in optimizer.param_groups:
             group["lr"] = 7.0
         if layout == "one":

@@ -68,7 +68,16 @@ def whole(tensor):
 
 
 def train(
-    folder, residual, strategy="auto", steps=STEPS, accumulate=1, meta=False, callbacks=(), trainer=None, **model
+    folder,
+    residual,
+    strategy="auto",
+    steps=STEPS,
+    accumulate=1,
+    meta=False,
+    callbacks=(),
+    trainer=None,
+    optimizer="adamw",
+    **model,
 ):
     """Train a tiny model by `strategy`: auto, ddp, fsdp, or the options of a pipeline, on the ranks there are."""
     size = dist.get_world_size() if dist.is_initialized() else 1
@@ -95,7 +104,7 @@ def train(
         module = tiny_module(
             partial(factory_from_yaml(CONFIGS / f"{residual}.yaml"), **OPTIONS.get(residual, {})),
             # with a smaller eps, Adam blows up the rounding of gradients that are almost nothing, as mHC has at first
-            optim=OptimConfig(lr=1e-2, eps=1e-6, warmup_steps=4, total_steps=STEPS),
+            optim=OptimConfig(lr=1e-2, eps=1e-6, warmup_steps=4, total_steps=STEPS, optimizer=optimizer),
             **model,
         )
     fit.fit(module, Shares(steps * accumulate * replicas, batch_size))
@@ -129,7 +138,7 @@ def interleaved(results):
 
 def pipelined(size, folder, residual, accumulate=1, **options):
     """A training by a pipeline on `size` ranks, as one, and what it must equal: one process, a microbatch at a time."""
-    names = ("steps", "trainer", "config")
+    names = ("steps", "trainer", "config", "optimizer")
     shared = {"config": tiny_config(num_layers=8)} | {name: options.pop(name) for name in names if name in options}
     model = {name: options.pop(name) for name in ("meta", "checkpoint_activations", "compile") if name in options}
     strategy = {"num_microbatches": 4} | options

@@ -50,9 +50,13 @@ def assert_same(a, b):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """A checkpoint of each layout, and what the model and the optimizer are before and after the step that follows."""
-    folder, values = tmp_path_factory.mktemp("checkpoints"), []
-    for layout, size in SIZES.items():
-        ranks = on_ranks(size, save, layout, folder / f"{layout}.ckpt")
+    return write_all(tmp_path_factory.mktemp("checkpoints"), SIZES)
+
+
+def write_all(folder, layouts, **options):
+    values = []
+    for layout in layouts:
+        ranks = on_ranks(SIZES[layout], save, layout, folder / f"{layout}.ckpt", **options)
         values.append([union(each) for each in zip(*ranks, strict=True)])
     for before, after in values[1:]:  # the layouts agree to begin with
         assert_same(before, values[0][0])
@@ -75,6 +79,17 @@ def test_every_layout_loads_every_layout(layout, written):
     for results in zip(*ranks, strict=True):
         for found, values in zip(zip(*results, strict=True), expected, strict=True):
             assert_same(union(found), values)
+
+
+def test_muon_steps_alike_in_every_layout_and_continues_in_any(tmp_path):
+    """Bit for bit: a sharded matrix is orthogonalised as a whole."""
+    layouts = ("one", "fsdp", "hybrid")
+    folder, expected = write_all(tmp_path, layouts, muon=True)
+    for layout in ("one", "fsdp"):
+        ranks = on_ranks(SIZES[layout], load, layout, [folder / f"{each}.ckpt" for each in layouts], muon=True)
+        for results in zip(*ranks, strict=True):
+            for found, values in zip(zip(*results, strict=True), expected, strict=True):
+                assert_same(union(found), values)
 
 
 STEPS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}

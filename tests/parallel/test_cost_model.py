@@ -32,7 +32,7 @@ from attnres_lit.parallel.cost_model import (
 )
 from attnres_lit.parallel.depth import trace
 from attnres_lit.parallel.partition import partition
-from attnres_lit.residual import MHC, BlockAttnRes, DenseFormer, FullAttnRes, PreNorm
+from attnres_lit.residual import MHC, BlockAttnRes, DenseFormer, FullAttnRes, HyperConnections, PreNorm
 from residual.models import CONFIGS, factory_from_yaml
 
 STRATEGIES = [PreNorm, DenseFormer, MHC, FullAttnRes, partial(BlockAttnRes, num_blocks=4)]
@@ -57,6 +57,9 @@ def test_residual_traffic_of_the_strategies():
     assert residual_io(DenseFormer(8, dim)) == 3 * dim + sum(i + 2 for i in range(1, 5)) * dim / 8
     # reads of 1, 2, 3, 3... sources, keys and values apart
     assert residual_io(FullAttnRes(8, dim, window=2)) == (2 * (1 + 2 + 6 * 3) + 8) * dim / 8
+    assert residual_io(FullAttnRes(4, dim, query="input")) == (2 * (1 + 2 + 3 + 4) + 4) * dim / 4
+    assert residual_io(BlockAttnRes(4, dim, num_blocks=2, mixing="sigmoid")) == (2 * (1 + 2 + 2 + 3) + 4) * dim / 4
+    assert residual_io(HyperConnections(8, dim)) == residual_io(MHC(8, dim))
 
 
 def test_residual_traffic_of_a_strategy_of_ones_own():

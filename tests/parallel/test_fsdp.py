@@ -14,7 +14,7 @@ from attnres_lit.model import Transformer
 from attnres_lit.model.init import materialize
 from attnres_lit.parallel import FullyShardedStrategy, fsdp
 from attnres_lit.residual import BlockAttnRes, PreNorm
-from parallel.runs import Shares, alone, assert_same_training, fast, interleaved, on_several, train, whole
+from parallel.runs import Shares, alone, assert_same_training, differences, fast, interleaved, on_several, train, whole
 from parallel.world import on_ranks
 from residual.models import CONFIGS, build, factory_from_yaml
 from training.tiny import Tokens, tiny_config, tiny_module, tiny_trainer
@@ -29,6 +29,16 @@ def folder(tmp_path_factory):
 @fast(("block", 2), ("mhc", 2), ("prenorm", 4))
 def test_equals_one_process(residual, size, folder):
     assert_same_training(on_several(size, folder, residual, "fsdp", meta=True), alone(folder, residual, size))
+
+
+def test_muon(folder):
+    """Its updates are rounded to bf16: what differs in the last bits of a gradient may differ there."""
+    options = {"steps": 10, "optimizer": "muon"}
+    result = on_several(2, folder, "block", "fsdp", meta=True, **options)
+    losses, gradients, parameters = differences(result, alone(folder, "block", 2, **options))
+    assert losses < 2e-4
+    assert gradients < 1e-5
+    assert parameters < 1e-2
 
 
 def test_a_model_that_has_values_keeps_them(folder):

@@ -36,7 +36,8 @@ def scatter(model, std=0.3, seed=1):
             if "projection" in name and "residual" in name:
                 parameter.add_(noise, alpha=1.0)
             elif "residual" in name:
-                parameter.add_(noise, alpha=std)
+                is_map = "query" in name and parameter.dim() > 1  # then what it makes is a query of this size
+                parameter.add_(noise, alpha=std / parameter.shape[-1] ** 0.5 if is_map else std)
             elif parameter.dim() > 1:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
     return model

@@ -3,10 +3,11 @@
 `h` is a sublayer input, `f(s, h)` the sublayer at site s. Parameters are taken from the strategy under test.
 """
 
+from itertools import permutations
+
 import torch
 
-from attnres_lit.ops import depth_attention_reference
-from attnres_lit.residual import MHC, BlockAttnRes, DenseFormer, FullAttnRes, PreNorm
+from attnres_lit.residual import MHC, BlockAttnRes, DenseFormer, FullAttnRes, HyperConnections, PreNorm
 
 
 def reference_logits(model, tokens):
@@ -42,14 +43,32 @@ def denseformer(residual, h, f):
 
 
 def attend(residual, values, site):
-    key = "exit" if site == residual.num_sites else str(site)
-    query = residual.exit_query if key == "exit" else residual.query[key]
-    gain = None
-    if residual.eps is not None:
-        gain = residual.exit_key_gain if key == "exit" else residual.key_gain[key]
-    if residual.num_heads > 1:
-        query = query.view(residual.num_heads, -1)
-    return depth_attention_reference(values, query, gain, eps=residual.eps)
+    """Eq. 2-4 and its ablations: weigh every source, for every head's slice of the width."""
+    last = site == residual.num_sites
+
+    def of_site(name):
+        return getattr(residual, f"exit_{name}") if last else getattr(residual, name)[str(site)]
+
+    def normed(v):
+        return v if residual.eps is None else v / (v.square().mean(-1, keepdim=True) + residual.eps).sqrt()
+
+    heads = residual.num_heads
+    if residual.mixing == "static":
+        logits = of_site("logits").view(heads, len(values))
+        logits = [logits[:, s] for s in range(len(values))]  # (H,), whatever the token
+    else:
+        query = of_site("query")
+        if residual.query_from == "input":
+            query = torch.einsum("de,bte->btd", query, normed(values[-1]))
+        gain = 1.0 if residual.eps is None else of_site("key_gain")
+        logits = [(query * gain * normed(v)).unflatten(-1, (heads, -1)).sum(-1) for v in values]  # (B, T, H)
+    if residual.mixing == "sigmoid":
+        weights = [1 / (1 + (-logit).exp()) for logit in logits]
+    else:
+        total = sum(logit.exp() for logit in logits)
+        weights = [logit.exp() / total for logit in logits]
+    slices = [w[..., None] * v.unflatten(-1, (heads, -1)) for w, v in zip(weights, values, strict=True)]
+    return sum(slices).flatten(-2)
 
 
 def full_attnres(residual, h, f):
@@ -76,6 +95,45 @@ def block_attnres(residual, h, f):
     return attend(residual, finished, residual.num_sites)
 
 
+def doubly_stochastic(residual, logits):
+    """Sinkhorn (mHC), or a convex combination of all permutations (mHC-lite, arXiv 2601.05732)."""
+    n = residual.num_streams
+    if residual.mapping == "permutations":
+        weights = logits.exp() / logits.exp().sum(-1, keepdim=True)
+        matrices = [torch.eye(n, dtype=logits.dtype)[list(order)] for order in permutations(range(n))]
+        return sum(weights[..., p, None, None] * matrix for p, matrix in enumerate(matrices))
+    matrix = logits.unflatten(-1, (n, n)).exp()
+    for _ in range(residual.num_iters):
+        matrix = matrix / matrix.sum(-2, keepdim=True)
+        matrix = matrix / matrix.sum(-1, keepdim=True)
+    return matrix
+
+
+def hyper_connections(residual, h, f):
+    """Stream by stream; row i of A has what stream i gives to the read (column 0) and to stream j (column 1 + j)."""
+    n = residual.num_streams
+    streams = [h] * n
+    for s in range(residual.num_sites):
+        static, rows = residual.static[str(s)], []  # (n, n + 2): A and, in the last column, beta
+        for i, stream in enumerate(streams):
+            row = static[i].expand(*h.shape[:2], -1)
+            if residual.dynamic:
+                mean = stream.mean(-1, keepdim=True)
+                normed = (stream - mean) / ((stream - mean).square().mean(-1, keepdim=True) + 1e-5).sqrt()
+                move = torch.tanh(torch.einsum("btd,dk->btk", normed, residual.projection[str(s)]))
+                alpha, beta = residual.scale[str(s)]
+                row = row + torch.cat([alpha * move[..., :-1], beta * move[..., -1:]], -1)
+            rows.append(row)
+        read = 0 if s == 0 else 1  # all streams are the embedding at site 0, which owns no column for its read
+        h = sum(rows[i][..., :1] * streams[i] for i in range(n)) if read else streams[0]
+        output = f(s, h)
+        streams = [
+            sum(rows[i][..., read + j, None] * streams[i] for i in range(n)) + rows[j][..., -1:] * output
+            for j in range(n)
+        ]
+    return sum(streams)
+
+
 def mhc(residual, h, f):
     """One token at a time in the equations; here with the token axes in front."""
     n = residual.num_streams
@@ -92,17 +150,14 @@ def mhc(residual, h, f):
         return out
 
     for s in range(residual.num_sites):
-        sizes = [n, n, n * n] if s else [n]
+        sizes = residual.parts[str(s)]
         parts = coefficients(residual.projection[str(s)], residual.bias[str(s)], residual.scale[str(s)], sizes)
         post = 2 * torch.sigmoid(parts[1] if s else parts[0])
         if s == 0:
             h, mixed = streams[..., 0, :], streams
         else:
             h = sum(torch.sigmoid(parts[0])[..., j, None] * streams[..., j, :] for j in range(n))
-            matrix = parts[2].unflatten(-1, (n, n)).exp()
-            for _ in range(residual.num_iters):
-                matrix = matrix / matrix.sum(-2, keepdim=True)
-                matrix = matrix / matrix.sum(-1, keepdim=True)
+            matrix = doubly_stochastic(residual, parts[2]) if len(parts) > 2 else torch.eye(n, dtype=h.dtype)
             mixed = torch.stack(
                 [sum(matrix[..., k, j, None] * streams[..., j, :] for j in range(n)) for k in range(n)], -2
             )
@@ -119,5 +174,6 @@ REFERENCES = {
     DenseFormer: denseformer,
     FullAttnRes: full_attnres,
     BlockAttnRes: block_attnres,
+    HyperConnections: hyper_connections,
     MHC: mhc,
 }

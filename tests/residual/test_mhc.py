@@ -13,6 +13,10 @@ from attnres_lit.residual import MHC, Sources
 from residual.models import build, loss_of, scatter
 from residual.reference import reference_logits
 
+LITE = [
+    {"projection": "permutations", **more} for more in ({"exit": "learned"}, {"num_streams": 3}, {"init": "deepseek"})
+]
+
 
 def test_mixing_matrix_is_applied_as_rows_over_streams():
     """X'[k] = sum_j H[k, j] X[j] with an asymmetric H: its transpose would give other streams."""
@@ -41,7 +45,9 @@ def test_site_0_owns_its_write_part_only():
     assert {id(p) for p in residual.decayed_parameters()} == {id(p) for p in residual.projection.values()}
 
 
-@pytest.mark.parametrize("options", [{"exit": "learned"}, {"init": "deepseek"}, {"num_streams": 2, "num_iters": 3}])
+@pytest.mark.parametrize(
+    "options", [{"exit": "learned"}, {"init": "deepseek"}, {"num_streams": 2, "num_iters": 3}, *LITE]
+)
 def test_options_equal_the_reference(tokens, options):
     model = scatter(build(partial(MHC, **options)))
     logits, expected = model(tokens), reference_logits(model, tokens)
@@ -55,7 +61,19 @@ def test_a_learned_exit_starts_as_prenorm_too(tokens):
     torch.testing.assert_close(learned(tokens), mean(tokens), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("options", [{"num_streams": 1}, {"num_iters": 0}, {"exit": "sum"}, {"init": "zero"}], ids=str)
+def test_permutations_own_a_logit_each_and_no_mixing_that_a_mean_would_not_see():
+    residual = MHC(4, 8, projection="permutations")
+    assert [len(residual.bias[str(site)]) for site in range(4)] == [4, 4 + 4 + 24, 4 + 4 + 24, 4 + 4]
+    assert residual.bias["1"][8:].tolist() == [0.0, *[-8.0] * 23]
+    assert len(MHC(4, 8, projection="permutations", exit="learned").bias["3"]) == 4 + 4 + 24
+    with pytest.raises(ValueError, match="projection=permutations takes at most 4 streams, num_streams=5"):
+        MHC(4, 8, num_streams=5, projection="permutations")
+
+
+BAD = [{"num_streams": 1}, {"num_iters": 0}, {"exit": "sum"}, {"init": "zero"}, {"projection": "birkhoff"}]
+
+
+@pytest.mark.parametrize("options", BAD, ids=str)
 def test_options_that_do_not_fit(options):
     name, value = next(iter(options.items()))
     with pytest.raises(ValueError, match=str(value) if isinstance(value, int) else f"{name}={value}"):

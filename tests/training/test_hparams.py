@@ -15,6 +15,8 @@ BLOCK = {
     "num_blocks": 2,
     "block_size": None,
     "boundaries": None,
+    "query": "static",
+    "mixing": "softmax",
     "key_norm": True,
     "num_heads": 1,
     "two_phase": "auto",
@@ -74,7 +76,8 @@ def test_default_residual(build):
 
 def test_nested_partials():
     spec = describe(partial(partial(MHC, num_streams=2, exit="mean"), exit="learned"))
-    assert spec["init_args"] == {"num_streams": 2, "num_iters": 20, "exit": "learned", "init": "prenorm"}
+    chosen = {"num_streams": 2, "exit": "learned"}
+    assert spec["init_args"] == {"num_iters": 20, "init": "prenorm", "projection": "sinkhorn", **chosen}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The optimizer's groups and the learning-rate schedule."""
 
 import dataclasses
+import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -8,10 +10,11 @@ import yaml
 from torch import nn
 
 from attnres_lit.model import Transformer
-from attnres_lit.residual import PreNorm
-from attnres_lit.training.optim import OptimConfig, parameter_groups
+from attnres_lit.parallel.optimizer_state import group_names
+from attnres_lit.residual import FullAttnRes, PreNorm
+from attnres_lit.training.optim import OptimConfig, parameter_groups, restore_by_name
 from residual.models import CONFIGS, factory_from_yaml
-from training.tiny import tiny_config
+from training.tiny import VOCAB, tiny_config
 
 
 def names_by_group(model):
@@ -27,7 +30,10 @@ def test_groups(path):
     decay, no_decay = names_by_group(model)
     assert decay | no_decay == {name for name, _ in model.named_parameters()}
     assert not decay & no_decay
-    projections = {f"residual.projection.{site}" for site in range(4)} if path.stem == "mhc" else set()
+    projecting = {"mhc": range(4), "mhc_lite": range(4), "hc": range(4)}.get(path.stem, ())
+    projections = {f"residual.projection.{site}" for site in projecting}
+    if path.stem == "full_input":
+        projections = {"residual.exit_query", *(f"residual.query.{site}" for site in (1, 2, 3))}
     matrices = {f"sublayers.{site}.mixer.{p}_proj.weight" for site in (0, 2) for p in "qkvo"}
     matrices |= {f"sublayers.{site}.mixer.{p}_proj.weight" for site in (1, 3) for p in ("gate", "up", "down")}
     assert decay == matrices | projections | {"head.weight"}
@@ -80,6 +86,10 @@ def test_wsd():
         ({"schedule": "wsd", "decay_steps": 0}, r"a decay of 0 steps"),
         ({"schedule": "wsd", "decay_steps": 460}, r"a decay of 460 steps"),
         ({"decay_steps": 10}, r"belongs to schedule=wsd"),
+        ({"optimizer": "sgd"}, r"optim.optimizer=sgd must be one of adamw, muon"),
+        ({"momentum": 1.0}, r"optim.momentum=1.0 must be from 0 to below 1"),
+        ({"ns_steps": 0}, r"optim.ns_steps=0"),
+        ({"adjust_lr_fn": "rms"}, r"optim.adjust_lr_fn=rms must be one of original, match_rms_adamw"),
     ],
 )
 def test_bad_values_are_refused(values, message):
@@ -87,13 +97,97 @@ def test_bad_values_are_refused(values, message):
         OptimConfig(**values)
 
 
-@pytest.mark.parametrize("name", ["adamw_cosine", "adamw_wsd"])
+@pytest.mark.parametrize("name", ["adamw_cosine", "adamw_wsd", "muon_wsd"])
 def test_config_files_show_every_field(name):
     values = yaml.safe_load((CONFIGS.parent / "optim" / f"{name}.yaml").read_text())
     assert list(values) == [field.name for field in dataclasses.fields(OptimConfig)]
     config = OptimConfig(**values | {"betas": tuple(values["betas"])})
     if name == "adamw_cosine":
         assert config == OptimConfig()
+
+
+def muon(model, **options):
+    return OptimConfig(optimizer="muon", warmup_steps=0, total_steps=10, schedule="wsd", **options).build(model, False)
+
+
+def test_muon_takes_the_matrices_of_the_sublayers_and_nothing_else():
+    model = Transformer(tiny_config(), partial(FullAttnRes, query="input"))
+    optimizer, _ = muon(model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    matrices, decay, rest = ({names[p] for p in group["params"]} for group in optimizer.param_groups)
+    assert matrices == {
+        name for name in names.values() if name.startswith("sublayers") and name.endswith("proj.weight")
+    }
+    assert decay == {"head.weight", "residual.exit_query", *(f"residual.query.{site}" for site in (1, 2, 3))}
+    assert matrices | decay | rest == set(names.values())
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.0]
+
+
+def train(model, optimizer, scheduler, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        tokens = torch.arange(12).view(2, 6) * (1 + scheduler.last_epoch) % VOCAB
+        model(tokens).log_softmax(-1).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+
+
+def test_muon_and_adamw_step_as_two_optimizers_would():
+    one, two = (Transformer(tiny_config(), PreNorm) for _ in range(2))
+    two.load_state_dict(one.state_dict())
+    optimizer, scheduler = muon(one, lr=0.01, decay_steps=10)
+    train(one, optimizer, scheduler, 3)
+    matrices, decay, rest = ([dict(two.named_parameters())[n] for n in names] for names in group_names(optimizer, one))
+    first = torch.optim.Muon(matrices, lr=0.01, adjust_lr_fn="match_rms_adamw")
+    options = {"lr": 0.01, "betas": (0.9, 0.95)}
+    second = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], **options
+    )
+    for step in range(3):
+        for each in (first, second):
+            each.zero_grad()
+            for group in each.param_groups:
+                group["lr"] = 0.01 * (1 - step / 10)
+        two(torch.arange(12).view(2, 6) * (1 + step) % VOCAB).log_softmax(-1).square().mean().backward()
+        first.step()
+        second.step()
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
+
+
+def test_muon_continues_bit_for_bit_from_its_state_dict():
+    whole, stopped = (Transformer(tiny_config(), PreNorm) for _ in range(2))
+    stopped.load_state_dict(whole.state_dict())
+    train(whole, *muon(whole), 4)
+    optimizer, scheduler = muon(stopped)
+    train(stopped, optimizer, scheduler, 2)
+    state = pickle.loads(pickle.dumps(optimizer.state_dict()))
+    again, after = muon(stopped)
+    again.load_state_dict(state)
+    after.load_state_dict(scheduler.state_dict())
+    train(stopped, again, after, 2)
+    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), stopped.parameters(), strict=True))
+
+
+def test_a_restored_muon_gets_the_settings_of_this_run():
+    model = Transformer(tiny_config(), PreNorm)
+    optimizer, scheduler = muon(model, residual_lr=0.5)
+    config = OptimConfig(optimizer="muon", lr=0.01, residual_lr=0.02, momentum=0.8, weight_decay=0.3, warmup_steps=10)
+    config.apply(optimizer, scheduler)
+    groups = optimizer.param_groups
+    assert [group["lr"] for group in groups] == pytest.approx([0.001, 0.001, 0.002, 0.001, 0.002])
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.3, 0.3, 0.0, 0.0]
+    assert groups[0]["momentum"] == 0.8
+    assert "betas" not in groups[0]
+    assert "momentum" not in groups[1]
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    model = Transformer(tiny_config(), PreNorm)
+    optimizer, _ = muon(model)
+    restore_by_name(optimizer, model)
+    state = OptimConfig().build(model, False)[0].state_dict()
+    with pytest.raises(ValueError, match=r"has 2 parameter groups, this run's has 3: set optim.optimizer"):
+        optimizer.load_state_dict(state)
 
 
 def test_depth_parameters_with_a_learning_rate_of_their_own():

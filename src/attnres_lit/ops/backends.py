@@ -7,6 +7,9 @@
 | "fla"      | CUDA, one head, key norm    | fla-core, extra `cuda`  |
 | "auto"     | the fastest of these that is installed and fits |     |
 
+All of them know the softmax of static queries. Its ablations (`ops/mixing.py`) run plain formulas of their own on any
+device, whatever the backend.
+
 Under `torch.compile`, `torch.export` and fake tensors "compiled" is "eager": the formulas are traced, and Inductor
 fuses them for CPU and CUDA alike.
 """

@@ -18,7 +18,8 @@ from attnres_lit.parallel.activations import width
 from attnres_lit.parallel.depth import Cut, Depth, trace
 from attnres_lit.parallel.partition import costs
 from attnres_lit.parallel.traffic import traffic
-from attnres_lit.residual import MHC, BlockAttnRes, DenseFormer, FullAttnRes, PreNorm
+from attnres_lit.residual import MHC, BlockAttnRes, DenseFormer, FullAttnRes, HyperConnections, PreNorm
+from attnres_lit.residual.attnres import AttnRes
 from attnres_lit.residual.base import Residual
 
 
@@ -96,15 +97,15 @@ def _(residual: DenseFormer) -> float:
 
 
 @residual_io.register
-def _(residual: MHC) -> float:
+def _(residual: MHC | HyperConnections) -> float:
     return mhc_io(residual.num_streams, residual.dim)
 
 
 @residual_io.register
 def _(residual: FullAttnRes) -> float:
     sites, dim = residual.num_sites, residual.dim
-    if residual.window < sites:  # one-shot reads, keys and values counted apart as in appendix B; one write
-        return sum((2 * min(site + 1, residual.window + 1) + 1) * dim for site in range(sites)) / sites
+    if residual.window < sites or not residual.has_phases:
+        return _one_shot_io(residual)
     run = round(sites**0.5)
     return full_io(run, sites / run, dim)
 
@@ -112,7 +113,14 @@ def _(residual: FullAttnRes) -> float:
 @residual_io.register
 def _(residual: BlockAttnRes) -> float:
     blocks = len(residual.starts)
+    if not residual.has_phases:
+        return _one_shot_io(residual)
     return block_io(residual.num_sites / blocks, blocks, residual.dim)
+
+
+def _one_shot_io(residual: AttnRes) -> float:
+    """Keys and values counted apart as in appendix B; one write."""
+    return sum((2 * count + 1) * residual.dim for count in residual.num_sources[:-1]) / residual.num_sites
 
 
 def prefill_bytes(sources: int, tokens: int, dim: int, shards: int = 1, chunk: int | None = None, size: int = 2) -> int:

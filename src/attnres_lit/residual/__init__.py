@@ -7,10 +7,11 @@ from attnres_lit.residual.base import Residual, Sources
 from attnres_lit.residual.block_attnres import BlockAttnRes
 from attnres_lit.residual.denseformer import DenseFormer
 from attnres_lit.residual.full_attnres import FullAttnRes
+from attnres_lit.residual.hyper_connections import HyperConnections
 from attnres_lit.residual.mhc import MHC
 from attnres_lit.residual.prenorm import PreNorm
 
 for _module in iter_modules(__path__, f"{__name__}."):
     import_module(_module.name)  # a new file is known to the command line by its class name, no list to edit
 
-__all__ = ["MHC", "BlockAttnRes", "DenseFormer", "FullAttnRes", "PreNorm", "Residual", "Sources"]
+__all__ = ["MHC", "BlockAttnRes", "DenseFormer", "FullAttnRes", "HyperConnections", "PreNorm", "Residual", "Sources"]

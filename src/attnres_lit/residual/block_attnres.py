@@ -6,10 +6,12 @@
 The embedding is never summed into a block. A block closes in `write`, at its last site.
 """
 
+from bisect import bisect_left
 from itertools import accumulate
 
 from torch import Tensor
 
+from attnres_lit.ops import Mixing, Query
 from attnres_lit.residual.attnres import AttnRes, TwoPhase
 from attnres_lit.residual.base import Note, Sources
 
@@ -25,15 +27,18 @@ class BlockAttnRes(AttnRes):
         num_blocks: split the sites into this many blocks; the first `num_sites % num_blocks` are one site longer.
         block_size: sublayers per block; the last block may be short. 1 is Full AttnRes.
         boundaries: the sites at which a new block starts; site 0 is implied.
+        query: "static", a learned query per site, or "input", a learned matrix times the newest source.
+        mixing: "softmax"; "sigmoid", whose weights do not compete; "static", the softmax of learned numbers, without
+            queries and keys.
         key_norm: RMSNorm with a learned gain on the keys.
         num_heads: heads; each attends over depth with its own slice of D.
         two_phase: answer the queries of a block against the finished sources in one pass; "auto": where that measured
-            faster.
+            faster. Needs static queries and the softmax.
         eps: of the norm on keys.
 
     Raises:
-        ValueError: more than one way to cut given, a cut that does not fit `num_sites`, or `num_heads` that does not
-            divide `dim`.
+        ValueError: more than one way to cut given; a cut that does not fit `num_sites`; `num_heads` does not divide
+            `dim`; an unknown `query` or `mixing`; options that exclude one another.
     """
 
     starts_as_prenorm = True
@@ -45,13 +50,18 @@ class BlockAttnRes(AttnRes):
         num_blocks: int | None = None,
         block_size: int | None = None,
         boundaries: list[int] | None = None,
+        query: Query = "static",
+        mixing: Mixing = "softmax",
         key_norm: bool = True,
         num_heads: int = 1,
         two_phase: TwoPhase = "auto",
         eps: float = 1e-6,
     ) -> None:
-        super().__init__(num_sites, dim, key_norm, num_heads, two_phase, eps)
-        self.starts = block_starts(num_sites, num_blocks, block_size, boundaries)
+        starts = block_starts(num_sites, num_blocks, block_size, boundaries)
+        # the embedding, and the blocks that began before: finished ones, and the one being summed
+        num_sources = [1 + bisect_left(starts, site) for site in range(num_sites + 1)]
+        super().__init__(num_sites, dim, query, mixing, key_norm, num_heads, two_phase, eps, num_sources)
+        self.starts = starts
         self._last_sites = {start - 1 for start in (*self.starts[1:], num_sites)}
         self._share_phase_one(self.starts, seen=range(1, num_sites + 1))  # the embedding, and the blocks before
 

@@ -5,6 +5,7 @@ h_s = sum_i softmax_i(query_s . RMSNorm(v_i)) v_i        v_0 = embedding, v_i = 
 
 from torch import Tensor
 
+from attnres_lit.ops import Mixing, Query
 from attnres_lit.residual.attnres import AttnRes, TwoPhase
 from attnres_lit.residual.base import Note, Sources
 
@@ -17,15 +18,18 @@ class FullAttnRes(AttnRes):
         dim: model width D.
         window: keep the embedding and only this many newest outputs; None keeps all. Once the window slides, zero
             queries no longer equal PreNorm.
+        query: "static", a learned query per site, or "input", a learned matrix times the newest source.
+        mixing: "softmax"; "sigmoid", whose weights do not compete; "static", the softmax of learned numbers, without
+            queries and keys.
         key_norm: RMSNorm with a learned gain on the keys.
         num_heads: heads; each attends over depth with its own slice of D.
         two_phase: answer the queries of a run of sqrt(num_sites) sites against the sources before it in one pass
-            (appendix B); "auto": where that measured faster. Needs window=None.
+            (appendix B); "auto": where that measured faster. Needs window=None, static queries and the softmax.
         eps: of the norm on keys.
 
     Raises:
-        ValueError: `num_heads` does not divide `dim`; a window below 1, or a window and
-            two phases.
+        ValueError: `num_heads` does not divide `dim`; an unknown `query` or `mixing`; a window below 1; options that
+            exclude one another.
     """
 
     def __init__(
@@ -33,6 +37,8 @@ class FullAttnRes(AttnRes):
         num_sites: int,
         dim: int,
         window: int | None = None,
+        query: Query = "static",
+        mixing: Mixing = "softmax",
         key_norm: bool = True,
         num_heads: int = 1,
         two_phase: TwoPhase = "auto",
@@ -40,10 +46,12 @@ class FullAttnRes(AttnRes):
     ) -> None:
         if window is not None and window < 1:
             raise ValueError(f"window={window} must be at least 1, or null for all sources")
-        super().__init__(num_sites, dim, key_norm, num_heads, two_phase, eps)
         if window is not None and two_phase is True:
             raise ValueError(f"two_phase=true needs every source to stay: window={window} must be null")
-        self.window = num_sites if window is None else window
+        kept = num_sites if window is None else window
+        num_sources = [1 + min(site, kept) for site in range(num_sites + 1)]
+        super().__init__(num_sites, dim, query, mixing, key_norm, num_heads, two_phase, eps, num_sources)
+        self.window = kept
         self.starts_as_prenorm = self.window >= num_sites
         if window is None:
             starts = range(0, num_sites, round(num_sites**0.5))

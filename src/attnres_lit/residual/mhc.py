@@ -5,28 +5,31 @@
     H_pre = sigmoid(pre) (n)        H_post = 2 sigmoid(post) (n)        H_res = sinkhorn(res) (n, n)
 
 Coefficients and mixing are computed in at least fp32 and never under autocast. H_res is applied as
-X'[k] = sum_j H_res[k, j] X[j]; its rows sum to one exactly, its columns as far as Sinkhorn has converged.
+X'[k] = sum_j H_res[k, j] X[j]; its rows sum to one exactly, its columns as far as Sinkhorn has converged. mHC-lite
+(arXiv 2601.05732) takes a convex combination of the n! permutations instead, of which both sum to one exactly.
 """
 
 from collections.abc import Iterable
+from math import factorial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from attnres_lit.ops import sinkhorn
-from attnres_lit.ops.depth_attention import compute_dtype
-from attnres_lit.residual.base import Note, Residual, Sources
+from attnres_lit.ops import permutation_mixture, sinkhorn
+from attnres_lit.ops.eager import compute_dtype
+from attnres_lit.residual.base import Note, Sources
+from attnres_lit.residual.streams import Streams, gated_sum
 
 NORM_EPS = 1e-20  # of the norm on the flattened streams (paper, Table 5)
 GATE = 0.01  # initial scale of the input-dependent part (paper, Table 5)
 
 
-class MHC(Residual):
+class MHC(Streams):
     """n streams on their own axis, `(B, T, n, D)`.
 
     At site 0 all streams are equal, so reading and mixing them has nothing to learn there: site 0 owns the write part
-    only.
+    only. Permutations leave the mean of the streams as it is, so with exit="mean" the last site owns no H_res.
 
     Args:
         num_sites: sublayers of the whole model.
@@ -34,11 +37,14 @@ class MHC(Residual):
         num_streams: n.
         num_iters: Sinkhorn iterations.
         exit: "mean" of the streams, or "learned": a sigmoid gate per stream and token.
-        init: "prenorm" starts as PreNorm, streams told apart by the read bias and mixed slowly (0 on the diagonal of
-            `res`, -4 beside it); "deepseek" draws the projections from N(0, 0.02) and sets every bias to zero.
+        init: "prenorm" starts as PreNorm, streams told apart by the read bias and mixed slowly (`res` is 0 on the
+            diagonal and -4 beside it; 0 for the identity and -8 for the other permutations); "deepseek" draws the
+            projections from N(0, 0.02) and sets every bias to zero.
+        projection: "sinkhorn", or "permutations" for at most 4 streams (mHC-lite), which has no use for `num_iters`.
 
     Raises:
-        ValueError: fewer than 2 streams, fewer than 1 iteration, or an unknown `exit` or `init`.
+        ValueError: fewer than 2 streams, more than 4 of "permutations", fewer than 1 iteration, or an unknown `exit`,
+            `init` or `projection`.
     """
 
     def __init__(
@@ -49,18 +55,28 @@ class MHC(Residual):
         num_iters: int = 20,
         exit: Literal["mean", "learned"] = "mean",
         init: Literal["prenorm", "deepseek"] = "prenorm",
+        projection: Literal["sinkhorn", "permutations"] = "sinkhorn",
     ) -> None:
-        super().__init__(num_sites, dim)
-        if num_streams < 2 or num_iters < 1:
-            raise ValueError(f"MHC needs num_streams >= 2 and num_iters >= 1, got {num_streams} and {num_iters}")
+        super().__init__(num_sites, dim, num_streams)
+        if num_iters < 1:
+            raise ValueError(f"MHC needs num_iters >= 1, got {num_iters}")
+        if projection not in ("sinkhorn", "permutations"):
+            raise ValueError(f"projection is sinkhorn or permutations, got projection={projection}")
+        permutes = projection == "permutations"
+        if permutes and num_streams > 4:
+            raise ValueError(f"projection=permutations takes at most 4 streams, num_streams={num_streams}")
         if exit not in ("mean", "learned") or init not in ("prenorm", "deepseek"):
             raise ValueError(f"exit is mean or learned, init is prenorm or deepseek; got exit={exit}, init={init}")
-        self.num_streams = n = num_streams
+        n = num_streams
         self.num_iters = num_iters
         self.init = init
+        self.mapping = projection  # its name is taken by the parameters
         self.starts_as_prenorm = init == "prenorm"
-        # rows of a projection: pre (n), post (n), res (n * n); at site 0 post alone
-        self.parts = {str(site): [n, n, n * n] if site else [n] for site in range(num_sites)}
+        # rows of a projection: pre (n), post (n), res (n * n, or n! permutations); at site 0 post alone
+        self.parts = {str(site): [n, n, factorial(n) if permutes else n * n] for site in range(num_sites)}
+        self.parts["0"] = [n]
+        if permutes and exit == "mean":
+            self.parts[str(num_sites - 1)] = [n, n]
         self.projection = nn.ParameterDict({site: torch.empty(sum(p), n * dim) for site, p in self.parts.items()})
         self.bias = nn.ParameterDict({site: torch.empty(sum(p)) for site, p in self.parts.items()})
         self.scale = nn.ParameterDict({site: torch.empty(len(p)) for site, p in self.parts.items()})
@@ -73,7 +89,6 @@ class MHC(Residual):
 
     def reset_parameters(self) -> None:
         """See `init`."""
-        n = self.num_streams
         for name, parameter in self.named_parameters():
             if "scale" in name:
                 nn.init.constant_(parameter, GATE)
@@ -85,9 +100,10 @@ class MHC(Residual):
             return
         for site in range(1, self.num_sites):
             with torch.no_grad():
-                pre, _, res = self.bias[str(site)].split(self.parts[str(site)])
-                pre.copy_(_read_bias(site, n))
-                res.fill_(-4.0).view(n, n).fill_diagonal_(0.0)
+                pre, _, *res = self.bias[str(site)].split(self.parts[str(site)])
+                pre.copy_(_read_bias(site, self.num_streams))
+                for logits in res:
+                    self._stay(logits)
 
     def decayed_parameters(self) -> Iterable[nn.Parameter]:
         """The projections."""
@@ -103,30 +119,14 @@ class MHC(Residual):
             return self.num_streams / 2
         return float(_read_bias(site, self.num_streams).sigmoid().sum())
 
-    def open(self, embedding: Tensor) -> Sources:
-        """Every stream starts as the embedding."""
-        return Sources((), embedding.unsqueeze(-2).expand(*embedding.shape[:-1], self.num_streams, self.dim))
-
     def read(self, sources: Sources, site: int) -> tuple[Tensor, Note]:
-        """H_pre X; the note holds H_post and, but for site 0, H_res."""
+        """H_pre X; the note holds H_post and, where the site owns it, H_res."""
         streams, key = sources.stream, str(site)
         logits = _logits(streams, self.projection[key], self.bias[key], self.scale[key], self.parts[key])
         if site == 0:
             return streams[..., 0, :], (2 * logits[0].sigmoid(),)
-        pre, post, res = logits
-        mixing = sinkhorn(res.unflatten(-1, (self.num_streams, -1)), self.num_iters)
-        return _gated_sum(pre.sigmoid(), streams), (2 * post.sigmoid(), mixing)
-
-    def write(self, sources: Sources, output: Tensor, site: int, note: Note) -> Sources:
-        """H_res X + H_post^T output."""
-        post, *mixing = note
-        streams = sources.stream
-        with torch.autocast(output.device.type, enabled=False):
-            mixed = streams.to(post.dtype)
-            if mixing:
-                mixed = mixing[0] @ mixed  # (..., n, n) @ (..., n, D)
-            mixed = torch.addcmul(mixed, post.unsqueeze(-1), output.to(post.dtype).unsqueeze(-2))
-        return Sources((), mixed.to(streams.dtype))
+        pre, post, *res = logits
+        return gated_sum(pre.sigmoid(), streams), (2 * post.sigmoid(), *map(self._matrix, res))
 
     def exit(self, sources: Sources) -> Tensor:
         """The mean of the streams, or their learned gated sum."""
@@ -135,7 +135,20 @@ class MHC(Residual):
             return streams.mean(-2)
         n = self.num_streams
         (gate,) = _logits(streams, self.exit_projection, self.exit_bias, self.exit_scale, [n])
-        return _gated_sum(gate.sigmoid(), streams)
+        return gated_sum(gate.sigmoid(), streams)
+
+    def _matrix(self, logits: Tensor) -> Tensor:
+        """H_res, `(..., n, n)`."""
+        if self.mapping == "permutations":
+            return permutation_mixture(logits)
+        return sinkhorn(logits.unflatten(-1, (self.num_streams, -1)), self.num_iters)
+
+    def _stay(self, logits: Tensor) -> None:
+        """Set the logits of an H_res close to the identity."""
+        if self.mapping == "permutations":
+            logits.fill_(-8.0)[0] = 0.0
+        else:
+            logits.fill_(-4.0).view(self.num_streams, -1).fill_diagonal_(0.0)
 
 
 def _read_bias(site: int, num_streams: int) -> Tensor:
@@ -156,9 +169,3 @@ def _logits(streams: Tensor, projection: Tensor, bias: Tensor, scale: Tensor, pa
             gate * product + shift
             for gate, product, shift in zip(scale.to(dtype), products, bias.to(dtype).split(parts), strict=True)
         )
-
-
-def _gated_sum(gates: Tensor, streams: Tensor) -> Tensor:
-    """`(..., n)` and `(..., n, D)` to `(..., D)`."""
-    with torch.autocast(streams.device.type, enabled=False):
-        return (gates.unsqueeze(-2) @ streams.to(gates.dtype)).squeeze(-2).to(streams.dtype)

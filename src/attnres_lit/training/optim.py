@@ -1,4 +1,4 @@
-"""The optimizer and its schedule: AdamW in two groups, a linear warmup, then cosine or WSD."""
+"""The optimizer and its schedule: AdamW, or Muon for matrices; a linear warmup, then cosine or WSD."""
 
 import math
 from dataclasses import dataclass
@@ -12,20 +12,29 @@ from torch.optim.lr_scheduler import LambdaLR
 from attnres_lit.model import Transformer
 from attnres_lit.parallel.optimizer_state import group_names
 from attnres_lit.parallel.storage import numbers
+from attnres_lit.training.muon import MuonAdamW, WholeMuon
 
+Name = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "wsd"]
+AdjustLR = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and a learning-rate schedule of a length of its own.
+    """An optimizer, and a learning-rate schedule of a length of its own.
 
     The schedule counts optimizer steps: a run that is stopped early, or resumed for longer, keeps the same curve.
 
     Args:
+        optimizer: "adamw", or "muon" (torch.optim.Muon) for the matrices of the sublayers and AdamW for the rest:
+            embedding, head, norms and all that belongs to the residual.
         lr: highest learning rate.
         residual_lr: that of the depth parameters, which are new where the rest is pretrained; null: `lr`.
-        betas: decay rates of the two moments.
+        momentum: of Muon.
+        ns_steps: Newton-Schulz iterations of Muon.
+        adjust_lr_fn: how Muon scales its update by the shape of a matrix. Under "match_rms_adamw" it is as large as
+            AdamW's, so that one `lr` and `weight_decay` serve both; see torch.optim.Muon.
+        betas: decay rates of AdamW's two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled, of the decayed parameters only (see `parameter_groups`).
         schedule: "cosine" falls over the whole rest of the schedule; "wsd" stays at `lr` and falls linearly at the end.
@@ -38,8 +47,12 @@ class OptimConfig:
         ValueError: a value out of range, or `decay_steps` given to a cosine schedule.
     """
 
+    optimizer: Name = "adamw"
     lr: float = 3e-3
     residual_lr: float | None = None
+    momentum: float = 0.95
+    ns_steps: int = 5
+    adjust_lr_fn: AdjustLR = "match_rms_adamw"
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
@@ -51,6 +64,10 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         in_range = {
+            "optimizer": (self.optimizer in get_args(Name), f"one of {', '.join(get_args(Name))}"),
+            "momentum": (0 <= self.momentum < 1, "from 0 to below 1"),
+            "ns_steps": (1 <= self.ns_steps < 100, "from 1 to 99"),
+            "adjust_lr_fn": (self.adjust_lr_fn in get_args(AdjustLR), f"one of {', '.join(get_args(AdjustLR))}"),
             "lr": (self.lr > 0, "above 0"),
             "residual_lr": (self.residual_lr is None or self.residual_lr > 0, "above 0, or null"),
             "betas": (
@@ -90,23 +107,42 @@ class OptimConfig:
         left = (1 + math.cos(math.pi * progress)) / 2 if self.schedule == "cosine" else 1 - progress
         return self.final_lr + (1 - self.final_lr) * left
 
-    def build(self, model: Transformer, fused: bool) -> tuple[AdamW, LambdaLR]:
+    @property
+    def settings(self) -> list[dict[str, Any]]:
+        """Of every parameter group: Muon's if there is one, then AdamW's with and without weight decay."""
+        lrs = [self.lr] if self.residual_lr is None else [self.lr, self.residual_lr]
+        adamw = [
+            {"lr": lr, "betas": self.betas, "eps": self.eps, "weight_decay": weight_decay}
+            for weight_decay in (self.weight_decay, 0.0)
+            for lr in lrs
+        ]
+        if self.optimizer == "adamw":
+            return adamw
+        muon = {key: getattr(self, key) for key in ("lr", "weight_decay", "momentum", "ns_steps", "adjust_lr_fn")}
+        return [muon, *adamw]
+
+    def build(self, model: Transformer, fused: bool) -> tuple[Optimizer, LambdaLR]:
         """The optimizer of a model, and the schedule, to be stepped after every optimizer step."""
         groups = parameter_groups(model, self.weight_decay)
         if self.residual_lr is not None:
-            groups = set_apart(groups, set(model.residual.parameters()), self.residual_lr)
-        optimizer = AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
+            groups = set_apart(groups, set(model.residual.parameters()))
+        if self.optimizer == "muon":
+            decay, matrices = set_apart(groups[:1], {p for p in model.sublayers.parameters() if p.dim() == 2})
+            groups = [matrices, decay, *groups[1:]]
+        groups = [{**group, **settings} for group, settings in zip(groups, self.settings, strict=True)]
+        if self.optimizer == "muon":
+            optimizer = MuonAdamW(WholeMuon(groups[:1]), AdamW(groups[1:], fused=fused))
+        else:
+            optimizer = AdamW(groups, fused=fused)
         return optimizer, LambdaLR(optimizer, self.factor)
 
     def apply(self, optimizer: Optimizer, scheduler: LambdaLR) -> None:
         """Give an optimizer restored from a checkpoint the values of this config; its moments and step count stay."""
-        lrs = [self.lr] if self.residual_lr is None else [self.lr, self.residual_lr]
-        settings = [(lr, weight_decay) for weight_decay in (self.weight_decay, 0.0) for lr in lrs]
         factor = self.factor(scheduler.last_epoch)
-        for group, (lr, weight_decay) in zip(optimizer.param_groups, settings, strict=True):
-            group.update(lr=lr * factor, initial_lr=lr, betas=self.betas, eps=self.eps, weight_decay=weight_decay)
-        scheduler.base_lrs = [lr for lr, _ in settings]
-        scheduler._last_lr = [lr * factor for lr, _ in settings]
+        for group, settings in zip(optimizer.param_groups, self.settings, strict=True):
+            group.update(settings, lr=settings["lr"] * factor, initial_lr=settings["lr"])
+        scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 def restore_by_name(optimizer: Optimizer, model: nn.Module) -> None:
@@ -117,7 +153,13 @@ def restore_by_name(optimizer: Optimizer, model: nn.Module) -> None:
 
     def reorder(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         saved, own = numbers(state["param_groups"]), group_names(optimizer, model)
-        if len(own) != len(state["param_groups"]) or saved.keys() != set(chain.from_iterable(own)):
+        if len(own) != len(state["param_groups"]):
+            raise ValueError(
+                f"the checkpoint's optimizer has {len(state['param_groups'])} parameter groups, this run's has "
+                f"{len(own)}: set optim.optimizer and optim.residual_lr as they were, or start a new run from its "
+                "weights with model.init_from"
+            )
+        if saved.keys() != set(chain.from_iterable(own)):
             return state  # without names it is in this order; with others, torch refuses it
         groups = [
             {key: value for key, value in group.items() if key != "param_names"} | {"params": [saved[n] for n in names]}
@@ -146,10 +188,10 @@ def parameter_groups(model: Transformer, weight_decay: float) -> list[dict[str, 
     return [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
 
 
-def set_apart(groups: list[dict[str, Any]], chosen: set[nn.Parameter], lr: float) -> list[dict[str, Any]]:
-    """Every group as two, the second with those of its parameters that are chosen and a learning rate of their own."""
+def set_apart(groups: list[dict[str, Any]], chosen: set[nn.Parameter]) -> list[dict[str, Any]]:
+    """Every group as two, the second with those of its parameters that are chosen."""
     return [
-        {**group, "params": [p for p in group["params"] if (p in chosen) == own], **({"lr": lr} if own else {})}
+        {**group, "params": [p for p in group["params"] if (p in chosen) == own]}
         for group in groups
         for own in (False, True)
     ]

@@ -21,7 +21,9 @@ FAST = {
     ("mhc", 4, "1F1B", 1, "auto"),
     ("prenorm", 2, "GPipe", 1, "auto"),
 }
-EVERY = [(residual, size, *setting) for residual in STRATEGIES for size in (2, 4) for setting in SETTINGS]
+FIVE = ("prenorm", "denseformer", "mhc", "full", "block")
+EVERY = [(residual, size, *setting) for residual in FIVE for size in (2, 4) for setting in SETTINGS]
+EVERY += [(residual, 2, "Interleaved1F1B", 4, "auto") for residual in STRATEGIES if residual not in FIVE]
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, args: Sequence[str]) -> argparse.Namespace:
         """The options, which may be spelt with dashes too; sets the threads of torch, and makes the device one."""
-        options = self.parse_args([_with_underscores(arg) for arg in args])
+        options = self.parse_args([self._with_underscores(arg) for arg in args])
         if options.num_threads < 1:
             raise ValueError(f"--num_threads {options.num_threads} must be at least 1")
         torch.set_num_threads(options.num_threads)
@@ -51,10 +51,11 @@ class Parser(argparse.ArgumentParser):
             raise ValueError(f"--device {name} cannot be used: {reason}") from None
         return options
 
-
-def _with_underscores(arg: str) -> str:
-    name, equals, value = arg.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value if arg.startswith("--") else arg
+    def _with_underscores(self, arg: str) -> str:
+        """A known option that was spelt with dashes; anything else as it is."""
+        name, equals, value = arg.partition("=")
+        spelt = "--" + name[2:].replace("-", "_")
+        return spelt + equals + value if spelt in self._option_string_actions else arg
 
 
 def generate(args: Sequence[str]) -> None:
@@ -132,7 +133,7 @@ def _show(prompts: Sequence[str], steps: Iterator[Step], echo: bool) -> None:
             texts[0] = ""
     print(*([""] if len(texts) == 1 else (f"==> {row} <==\n{text}" for row, text in enumerate(texts, 1))), sep="\n")
     start, first, *_, last = times
-    speed = (tokens - len(texts)) / max(last - first, 1e-9)
+    speed = max(0, tokens - len(texts)) / max(last - first, 1e-9)
     sys.stderr.write(f"[{tokens} tokens: the first after {first - start:.2f} s, then {speed:.0f} tokens/s]\n")
 
 

@@ -47,7 +47,8 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> Trained:
     config = TransformerConfig(**hparams["config"])
     with torch.device("meta"):
         model = Transformer(config, strategy(hparams["residual"]), hparams.get("fp32_residual", False))
-    model.to_empty(device="cpu")
+    for module in (model.embedding, model.sublayers, model.norm, model.head):  # the residual is on no meta device
+        module.to_empty(device="cpu")
     if config.tie_embeddings:
         model.head.weight = model.embedding.weight
     for module in model.modules():

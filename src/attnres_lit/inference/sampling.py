@@ -54,6 +54,8 @@ class Sampling:
             generator: of the row.
         """
         logits = logits.to("cpu", torch.float32)
+        if not logits.isfinite().all():
+            raise ValueError("the model's output is not finite: its training has diverged")
         if self.repetition_penalty != 1:
             ids = torch.tensor(sorted(set(seen)))
             repeated = logits[ids]
@@ -71,6 +73,6 @@ class Sampling:
         logits = (logits - logits.max()) / self.temperature  # 0 at most: a tiny temperature does not overflow upwards
         ranked, order = logits.sort(descending=True, stable=True)
         probabilities = ranked[: self.top_k].softmax(0)
-        before = probabilities.cumsum(0) - probabilities
-        kept = torch.where(before < self.top_p, probabilities, 0)  # the first is always kept
+        before = probabilities.cumsum(0, dtype=torch.float64) - probabilities
+        kept = torch.where((before < self.top_p) | (self.top_p == 1), probabilities, 0)  # the first is always kept
         return torch.zeros_like(logits).index_copy(0, order[: self.top_k], kept / kept.sum())

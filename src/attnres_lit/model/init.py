@@ -39,12 +39,13 @@ def draw_seed() -> int:
 
 
 def initialize(model: "Transformer") -> None:
-    """Set every parameter and table of a whole model to its initial value, unless it is on meta, where there is none.
+    """Set every parameter and table of a whole model to its initial value; on meta, those of the residual alone.
 
     The numbers are drawn on the CPU, wherever the model lives.
     """
     device = next(model.parameters()).device
     if device.type == "meta":
+        _initialize(model, "residual", model.residual)
         return
     model.to("cpu")
     for name, module in model.named_modules():

@@ -26,6 +26,11 @@ class Runner(Protocol):
         """The parts of the model in this process."""
         ...
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the first of those that share a model."""
+        ...
+
     def run(self, tokens: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
         """Nats of the targets `(B, T)` after the tokens `(B, T)`, reduced, on every process."""
         ...
@@ -40,6 +45,11 @@ class WholeModel:
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
+
+    @property
+    def is_first(self) -> bool:
+        """It is the only one."""
+        return True
 
     @property
     def parts(self) -> list[Part]:

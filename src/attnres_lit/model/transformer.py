@@ -1,6 +1,7 @@
 """The network: tokens -> embed -> open -> [ read -> sublayer -> write ] x sites -> exit -> norm -> head."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
 
@@ -54,7 +55,10 @@ class Transformer(nn.Module):
         self.fp32_residual = fp32_residual
         self.recompute = Recompute(checkpoint_activations)
 
-        depth = residual(config.num_sites, config.dim)
+        # small, and any class of a user's: it has values even where the rest of the model has none yet
+        on_meta = torch.get_default_device().type == "meta"
+        with torch.device("cpu") if on_meta else nullcontext():
+            depth = residual(config.num_sites, config.dim)
 
         def norm(site: int) -> RMSNorm:
             # a read that is s times PreNorm's at the start: s x / sqrt(mean(s x)^2 + eps s^2) is what PreNorm computes

@@ -54,11 +54,10 @@ def commit(path: Path) -> None:
     if new.is_dir():
         sync(new)
     if path.is_dir() or (path.exists() and new.is_dir()):
-        if complete(path):
-            clear(aside(path))
-            path.rename(aside(path))
-        else:
-            clear(path)
+        # what is no checkpoint steps aside too, and stays there: it may be anything
+        place = aside(path) if complete(path) else path.parent / f"{path.name}.was-no-checkpoint"
+        clear(aside(path))
+        path.rename(place)
     os.replace(new, path)
     sync(path.parent)  # the names themselves; only now may the old one go
     clear(aside(path))

@@ -19,6 +19,7 @@ class BlockCache:
 
     def __init__(self) -> None:
         self.values: dict[tuple[int, int], Tensor] = {}
+        self.awaits: set[tuple[int, int]] = set()  # those that a backward will pass
         self.grads: dict[tuple[int, int], Tensor] = {}
         self.bytes = 0
         self.peak_bytes = 0  # the most held at a time since `open`
@@ -43,15 +44,18 @@ class BlockCache:
     def clear(self) -> None:
         """Forget everything, after a batch that was not finished."""
         self.values.clear()
+        self.awaits.clear()
         self.grads.clear()
         self.bytes, self.is_open = 0, False
 
-    def put(self, microbatch: int, number: int, source: Tensor) -> None:
-        """Keep a source."""
+    def put(self, microbatch: int, number: int, source: Tensor, awaits_backward: bool = True) -> None:
+        """Keep a source; one that awaits no backward is forgotten by the last stage that takes it."""
         if not self.is_open:
             raise RuntimeError("the block cache is closed: it takes BlockCacheCallback, or open(), to begin a batch")
         assert (microbatch, number) not in self.values, "a source reaches a rank once"
         self.values[microbatch, number] = source.detach()
+        if awaits_backward:
+            self.awaits.add((microbatch, number))
         self.bytes += source.nbytes
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
@@ -63,6 +67,7 @@ class BlockCache:
     def pop(self, microbatch: int, number: int) -> Tensor | None:
         """Forget a source; returns the gradient that later stages added up, if any did."""
         self.bytes -= self.values.pop((microbatch, number)).nbytes
+        self.awaits.discard((microbatch, number))
         return self.grads.pop((microbatch, number), None)
 
 
@@ -75,9 +80,10 @@ class Keep(Function):
     ) -> tuple[Tensor, ...]:
         """Put and pass on."""
         ctx.cache, ctx.microbatch, ctx.numbers, ctx.kept = cache, microbatch, numbers, kept
+        differentiated = any(ctx.needs_input_grad)  # then backward passes here, and without gradients it does not
         for number, tensor in zip(numbers, tensors, strict=True):
             if number in kept:
-                cache.put(microbatch, number, tensor)
+                cache.put(microbatch, number, tensor, differentiated)
         return tuple(tensor.detach() for tensor in tensors)  # not views: a split backward detaches outputs in place
 
     @staticmethod

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from attnres_lit.parallel.atomic import REST, begin, beside, commit, sync
+from attnres_lit.parallel.atomic import REST, begin, beside, commit, complete, sync
 from attnres_lit.parallel.optimizer_state import merge, restore, take_apart
 from attnres_lit.parallel.storage import Stored
 from attnres_lit.parallel.together import all_gathered, rank, together
@@ -151,6 +151,8 @@ def consolidate(ckpt: str, out: str, overwrite: bool = False) -> None:
     """
     if Path(out).exists() and not overwrite:
         raise ValueError(f"{out} is there already: choose another name, or add --overwrite")
+    if Path(out).is_dir() and not complete(Path(out)):
+        raise ValueError(f"{out} is a folder, and no checkpoint: choose another name")
     checkpoint = read_full(ckpt)
     try:
         write_file(out, checkpoint)

@@ -42,7 +42,10 @@ def trace(residual: Residual) -> Depth:
     Raises:
         ValueError: it passes on a tensor that does not begin with the axes `(B, T)`.
     """
-    names = {parameter: name for name, parameter in residual.named_parameters()}
+    names: dict[Tensor, list[str]] = {}  # a parameter may have several
+    for name, parameter in residual.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    frozen = [parameter for parameter in names if not parameter.requires_grad]
     device = next(iter(names)).device if names else None
     known: list[Tensor] = []
     walked: set[Any] = set()
@@ -60,10 +63,12 @@ def trace(residual: Residual) -> Depth:
         return len(known) - 1
 
     def used(tensors: Iterable[Tensor]) -> frozenset[str]:
-        return frozenset(names[leaf] for leaf in _leaves(tensors, walked) if leaf in names)
+        return frozenset(name for leaf in _leaves(tensors, walked) for name in names.get(leaf, ()))
 
     backend, residual.depth_backend = residual.depth_backend, "eager"  # it may be one for another device
     try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         with torch.enable_grad():
             sources = residual.open(torch.zeros(1, 1, residual.dim, device=device))
             for site in range(residual.num_sites):
@@ -76,6 +81,8 @@ def trace(residual: Residual) -> Depth:
             uses.append(used([residual.exit(sources)]))
     finally:
         residual.depth_backend = backend
+        for parameter in frozen:
+            parameter.requires_grad_(False)
     return Depth(tuple(cuts), tuple(tensor.shape[2:] for tensor in known), tuple(uses))
 
 

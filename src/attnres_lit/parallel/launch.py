@@ -78,6 +78,8 @@ class Launcher(_SubprocessScriptLauncher):
             atexit.register(self._join)
         trainer._signal_connector = Signals(trainer)
         started_by = parent if parent == os.getppid() else None
+        if parent and os.getppid() == 1 and self.cluster_environment.local_rank() > 0:
+            raise RankLost("the process that started this one has ended")
         try:
             with Watch(lambda: place(trainer), self.procs, started_by):
                 return function(*args, **kwargs)

@@ -1,6 +1,6 @@
 """Pipeline parallelism under a Lightning Trainer: the strategy, and the callback that minds the block cache."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -116,6 +116,7 @@ class PipelineStrategy(ShardedCheckpoint, EndsTogether, ModelParallelStrategy):
         if self.fully_shard and (shared := layout.shared_parameters()):
             raise ValueError(
                 f"fully_shard=true needs every parameter in one stage: {name} uses its {next(iter(shared))} in several"
+                + (" (set two_phase to auto)" if getattr(model.residual, "two_phase", None) is True else "")
             )
         if model.residual.split_backward and (reused := layout.reused_parameters()):
             raise ValueError(
@@ -159,6 +160,8 @@ class PipelineStrategy(ShardedCheckpoint, EndsTogether, ModelParallelStrategy):
                 dtype = torch.bfloat16 if trainer.precision == "bf16-mixed" else None
                 shard(stage.model, replicas, root=stage, param_dtype=dtype, reshard_after_forward=False)
         hold(model, stages)
+        for name, value in self._shared(model, lambda parameter: parameter.detach()):
+            dist.broadcast(value, group=group, group_src=self.shared[name][0])
         self.pipeline = Pipeline(stages, self.schedule, self.num_microbatches, self.root_device, group)
         self.module.runner = self.pipeline
         self._say_how_it_is_cut()
@@ -213,11 +216,20 @@ class PipelineStrategy(ShardedCheckpoint, EndsTogether, ModelParallelStrategy):
 
     def _sum_shared_gradients(self) -> None:
         """Of parameters that several stages use; a rank that has no such stage adds nothing."""
-        held = dict(self.module.model.residual.named_parameters())
-        for name, (_, shape) in self.shared.items():
-            parameter = held.get(name)
-            grad = torch.zeros(shape, device=self.root_device) if parameter is None else parameter.grad
+
+        def gradient(parameter: nn.Parameter) -> Tensor:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            return parameter.grad
+
+        for _, grad in self._shared(self.module.model, gradient):
             dist.all_reduce(grad, group=self.group)
+
+    def _shared(self, model: Transformer, of: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Something of every shared parameter, in one order on all ranks; zeros on a rank that has it not."""
+        held, dtype = dict(model.residual.named_parameters()), next(model.parameters()).dtype
+        for name, (_, shape) in self.shared.items():
+            yield name, of(held[name]) if name in held else torch.zeros(shape, dtype=dtype, device=self.root_device)
 
 
 class BlockCacheCallback(Callback):

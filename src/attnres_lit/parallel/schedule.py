@@ -1,7 +1,7 @@
 """Batches through the stages of a pipeline, on torch.distributed.pipelining."""
 
 from collections import Counter
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Pipeline:
         self.group = group
         self.accumulated = 1  # batches whose mean one optimizer step takes
         self.sent: Counter[tuple[int, int]] = Counter()  # bytes from stage to stage, by this rank, until cleared
-        self._driver = cache(self._build)
+        self._driver = lru_cache(2)(self._build)  # the shapes of training and of validation
 
     def run(self, tokens: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
         """Nats of a batch, the same on every rank of the pipeline. Where gradients are enabled, theirs are added up.
@@ -68,7 +68,7 @@ class Pipeline:
             losses=losses,
             return_outputs=False,
         )
-        result = torch.empty(targets.shape if reduction == "none" else (), device=self.device)
+        result = torch.empty(targets.shape if reduction == "none" else (), dtype=torch.float32, device=self.device)
         if self.stages[-1].is_last:
             if train:  # the sum of what was differentiated
                 result = torch.stack(losses).detach().sum() * self.accumulated
@@ -82,6 +82,11 @@ class Pipeline:
     def parts(self) -> list[Part]:
         """The residuals of the stages of this rank."""
         return [stage.part for stage in self.stages]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0 of its pipeline."""
+        return dist.get_rank(self.group) == 0
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks of the pipeline, in order."""

@@ -166,8 +166,8 @@ class Stage(nn.Module):
         known = dict(zip(received, Keep.apply(self.cache, microbatch, received, self.kept, *tensors), strict=True))
         if cached:
             known |= zip(cached, Take.apply(self.cache, microbatch, cached, tensors[0]), strict=True)
-            if not torch.is_grad_enabled():  # no backward will pass
-                for number in self.last_use:
+            for number in self.last_use:
+                if (microbatch, number) not in self.cache.awaits:
                     self.cache.pop(microbatch, number)
         return Sources(tuple(known[i] for i in cut.done), None if cut.partial is None else known[cut.partial])
 
@@ -180,7 +180,13 @@ class Stage(nn.Module):
         produced = [number for number in self.traffic.sent if number not in inherited]
         tensors = [known[number] for number in produced]
         known |= zip(produced, Keep.apply(self.cache, microbatch, produced, self.kept, *tensors), strict=True)
-        return tuple(known[number].contiguous() for number in self.traffic.sent)
+        sent = tuple(known[number].contiguous() for number in self.traffic.sent)
+        if odd := [tensor.dtype for tensor in sent if tensor.dtype != self.dtype]:
+            raise TypeError(
+                f"{type(self.model.residual).__name__} passes on a tensor in {odd[0]}: in a pipeline all must have the "
+                f"dtype of the embedding, {self.dtype}"
+            )
+        return sent
 
 
 def part(model: Transformer, sites: range, parameters: frozenset[str], is_first: bool, is_last: bool) -> Transformer:

@@ -8,9 +8,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
+from attnres_lit.training.module import LanguageModel
+
 
 class Predictions(BasePredictionWriter):
-    """Writes `predictions.pt` (`predictions.<rank>.pt` on the other ranks): fp32 `(blocks, T)`, in nats.
+    """Writes `predictions.pt` (`predictions.<i>.pt` of data-parallel rank i): fp32 `(blocks, T)`, in nats.
 
     Args:
         dirpath: the folder.
@@ -23,7 +25,11 @@ class Predictions(BasePredictionWriter):
     def write_on_epoch_end(
         self, trainer: Trainer, pl_module: LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """One file a rank, blocks in the order of the split."""
+        """One file a share of the data, blocks in the order of the split."""
+        assert isinstance(pl_module, LanguageModel)
+        if not pl_module.runner.is_first:
+            return
         self.dirpath.mkdir(parents=True, exist_ok=True)
-        rank = f".{trainer.global_rank}" if trainer.global_rank else ""
+        sampler = trainer.distributed_sampler_kwargs
+        rank = f".{sampler['rank']}" if sampler and sampler["rank"] else ""
         torch.save(torch.cat([batch.cpu() for batch in predictions]), self.dirpath / f"predictions{rank}.pt")

@@ -72,7 +72,9 @@ class SaveConfig(SaveConfigCallback):
         """Nothing yet."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write it."""
+        """Write it, without the checkpoint that this run went on from: who uses it again starts anew."""
+        self.config = self.config.clone()
+        self.config.ckpt_path = None
         super().setup(trainer, pl_module, "fit")
 
 
@@ -96,10 +98,11 @@ class CLI(LightningCLI):
         )
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
-        """Lightning's way for those of the trainer; `consolidate` is listed with them, and run by `main`."""
+        """Lightning's way for those of the trainer; the others are listed with them, and run by `main`."""
         super()._add_subcommands(parser, **kwargs)
-        listed, its_parser = parser._subcommands_action, consolidate_parser()
-        listed.add_subcommand("consolidate", its_parser, help=its_parser.description)  # pyrefly: ignore[missing-attribute]
+        others = {name: Parser(description=str(command.__doc__)) for name, command in COMMANDS.items()}
+        for name, its_parser in {"consolidate": consolidate_parser(), **others}.items():
+            parser._subcommands_action.add_subcommand(name, its_parser, help=its_parser.description)  # pyrefly: ignore[missing-attribute]
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -257,7 +260,9 @@ def main(args: list[str] | None = None) -> None:
     given = sys.argv[1:] if args is None else args
     try:
         if given[:1] == ["consolidate"]:  # it needs no trainer
-            consolidate(**vars(consolidate_parser().parse_args(given[1:])))
+            options = consolidate_parser().parse_args(given[1:])
+            consolidate(**vars(options))
+            print(options.out)
         elif given and given[0] in COMMANDS:
             COMMANDS[given[0]](given[1:])
         else:

@@ -67,6 +67,7 @@ def export(
         if family is None:
             shutil.copy(Path(__file__).with_name(f"{MODELING}.py"), beside)
         save_file(weights, beside / "model.safetensors", metadata={"format": "pt"})
+        (beside / "model.safetensors").chmod((beside / "config.json").stat().st_mode)  # safetensors keeps it private
         beside.rename(out)
     except OSError as error:
         raise ValueError(f"{out} cannot be written: {error}") from None

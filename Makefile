@@ -9,10 +9,10 @@ train: $(VENV)/.installed
 	$(BIN)/python -m attnres_lit fit --config configs/block.yaml
 
 test: $(VENV)/.installed-dev lint
-	$(BIN)/pytest
+	$(BIN)/python -m pytest
 
 test-all: $(VENV)/.installed-dev lint
-	$(BIN)/pytest -m ""
+	$(BIN)/python -m pytest -m ""
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

@@ -5,10 +5,12 @@ real launchers.
 """
 
 import csv
+import io
 import os
 import re
 import sys
 import sysconfig
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -35,23 +37,24 @@ def workdir(tmp_path, monkeypatch):
 
 
 def command(folder, arguments):
-    """Run the command line in one of several processes; returns its exit code."""
+    """Run the command line in one of several processes; returns its exit code, and what it printed."""
     os.chdir(folder)
     sys.argv = ["attnres_lit"]
-    try:
-        main(arguments)
-    except SystemExit as end:
-        return end.code
-    return 0
+    with redirect_stdout(io.StringIO()) as printed:  # a forked process has the stdout of an earlier test
+        try:
+            main(arguments)
+        except SystemExit as end:
+            return end.code, printed.getvalue()
+    return 0, printed.getvalue()
 
 
 def run(subcommand, parallel, *flags, config="block"):
-    """On one of the layouts; None is one process."""
+    """On one of the layouts; None is one process. Returns what the first process printed."""
     arguments = args(subcommand, parallel, "--trainer.enable_model_summary=false", *flags, config=config)
-    if parallel is None:
-        main(arguments)
-    else:
-        assert set(on_ranks(PROCESSES[parallel], command, os.getcwd(), arguments)) == {0}
+    alone = parallel is None
+    done = [command(".", arguments)] if alone else on_ranks(PROCESSES[parallel], command, os.getcwd(), arguments)
+    assert {code for code, _ in done} == {0}
+    return done[0][1]
 
 
 def fit(parallel, *flags, config="block"):
@@ -73,16 +76,14 @@ def assert_close(first, second):
         assert first[name] == pytest.approx(second[name], rel=2e-5), name
 
 
-def validated(parallel, *flags, capfd):
+def validated(parallel, *flags):
     """The loss that `validate` prints."""
-    capfd.readouterr()
-    run("validate", parallel, *flags)
-    printed = re.search(r"val/loss\s*│?\s*([\d.]+)", capfd.readouterr().out)
+    printed = re.search(r"val/loss\s*│?\s*([\d.]+)", run("validate", parallel, *flags))
     assert printed
     return float(printed[1])
 
 
-def test_a_pipeline_trains_as_one_device_and_shares_its_checkpoint(capfd):
+def test_a_pipeline_trains_as_one_device_and_shares_its_checkpoint():
     fit(None, "--name=alone")
     fit("interleaved", "--name=run")
     alone, pipeline = logged("alone"), logged("run")
@@ -96,8 +97,8 @@ def test_a_pipeline_trains_as_one_device_and_shares_its_checkpoint(capfd):
     last = "runs/run/checkpoints/last.ckpt"
     assert Path(last).is_dir()
     main(["consolidate", last, "shared.ckpt"])
-    scored = validated("pipeline", "--name=run", "--ckpt_path=last", capfd=capfd)
-    assert scored == pytest.approx(validated(None, "--ckpt_path=shared.ckpt", capfd=capfd), rel=1e-5)
+    scored = validated("pipeline", "--name=run", "--ckpt_path=last")
+    assert scored == pytest.approx(validated(None, "--ckpt_path=shared.ckpt"), rel=1e-5)
     run("predict", "pipeline", "--name=run", "--ckpt_path=last", "--trainer.limit_predict_batches=2")
     predicted = torch.load("runs/run/predictions.pt", weights_only=True)
     run("predict", None, "--name=alone", "--ckpt_path=last", "--trainer.limit_predict_batches=2")

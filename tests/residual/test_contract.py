@@ -145,7 +145,9 @@ def test_survives_a_state_dict_round_trip_and_meta(factory, tokens):
         copy = build(factory)
     materialize(copy)
     initialize(fresh := build(factory))
-    assert all(torch.equal(p, fresh.get_parameter(name)) for name, p in copy.named_parameters())
+    for name, parameter in copy.named_parameters():  # the residual's had their values before they became float64
+        rtol = 1e-7 if name.startswith("residual.") else 0.0
+        torch.testing.assert_close(parameter, fresh.get_parameter(name), rtol=rtol, atol=0.0, msg=name)
     copy.load_state_dict(model.state_dict())
     assert torch.equal(copy(tokens), model(tokens))
 

@@ -111,6 +111,14 @@ class TokenDataModule(LightningDataModule):
         """What a checkpoint holds of the data, to be used alone: the tokenizer, and the length it was trained on."""
         return {"tokenizer": pack(self.tokenizer), "seq_len": self.seq_len}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse a checkpoint whose tokenizer learned something else. Raises ValueError."""
+        trained, here = state_dict["tokenizer"], pack(self.tokenizer)
+        if any(trained[part] != here[part] for part in ("class_path", "files")):
+            raise ValueError(
+                f"the checkpoint was trained with another tokenizer than the {self.tokenizer.name} of the data"
+            )
+
     def train_dataloader(self) -> StreamingDataLoader:
         """Shuffled, a new order each epoch; the last incomplete batch is dropped."""
         overfit = getattr(self.trainer, "overfit_batches", 0)  # on the same batches each epoch

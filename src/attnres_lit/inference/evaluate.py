@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnres_lit.data.documents import read_documents
 from attnres_lit.data.shards import load_meta
-from attnres_lit.data.tokenizers import Tokenizer
+from attnres_lit.data.tokenizers import Tokenizer, pack
 from attnres_lit.model import Transformer
 from attnres_lit.model.loss import next_token_nats
 
@@ -150,5 +150,8 @@ def split_perplexity(
             f"{folder} was prepared with the tokenizer {meta.tokenizer}, the model reads {tokenizer.name}: prepare the "
             "corpus with that"
         )
+    for name, learned in pack(tokenizer)["files"].items():
+        if not (Path(folder) / name).is_file() or (Path(folder) / name).read_bytes() != learned:
+            raise ValueError(f"{folder} was prepared with a {meta.tokenizer} that learned another vocabulary")
     documents = read_documents(folder, split, limit)
     return perplexity(model, documents, tokenizer.token_bytes(), tokenizer.eod, window, stride)

@@ -44,7 +44,12 @@ def shard(
         reshard_after_forward: let go of a layer between forward and backward. False costs the memory of all layers and
             saves gathering each a second time, for every microbatch of a pipeline.
         compile: compile the sublayers.
+
+    Raises:
+        ValueError: a parameter has no axes.
     """
+    if scalars := [name for name, parameter in model.named_parameters() if parameter.dim() == 0]:
+        raise ValueError(f"FSDP2 shards no parameter without axes: give {scalars[0]} the shape (1,)")
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     mixed = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False) if param_dtype else exact
     if compile:

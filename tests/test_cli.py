@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
@@ -36,15 +35,7 @@ TINY = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def workdir(tmp_path, monkeypatch):
-    """A folder of its own with a small corpus."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["attnres_lit"])
-    (tmp_path / "corpus").mkdir()
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("a*.py"))[:8]:
-        (tmp_path / "corpus" / f"{path.stem}.txt").write_text(path.read_text()[:8000])
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("workdir")
 
 
 def run(subcommand, config="block", *flags):

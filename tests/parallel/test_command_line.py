@@ -9,7 +9,6 @@ import io
 import os
 import re
 import sys
-import sysconfig
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -26,14 +25,7 @@ PROCESSES = {None: 1, "ddp": 2, "fsdp": 2, "pipeline": 2, "interleaved": 2, "hyb
 OPTION = "--trainer.strategy.init_args."
 
 
-@pytest.fixture(autouse=True)
-def workdir(tmp_path, monkeypatch):
-    """A folder of its own with a small corpus."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["attnres_lit"])
-    (tmp_path / "corpus").mkdir()
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("a*.py"))[:8]:
-        (tmp_path / "corpus" / f"{path.stem}.txt").write_text(path.read_text()[:8000])
+pytestmark = pytest.mark.usefixtures("workdir")
 
 
 def command(folder, arguments):

@@ -7,8 +7,6 @@ import csv
 import os
 import re
 import signal
-import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -36,14 +34,7 @@ SIGNALS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def workdir(tmp_path, monkeypatch):
-    """A folder of its own with a small corpus."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["attnres_lit"])
-    (tmp_path / "corpus").mkdir()
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("a*.py"))[:8]:
-        (tmp_path / "corpus" / f"{path.stem}.txt").write_text(path.read_text()[:8000])
+pytestmark = pytest.mark.usefixtures("workdir")
 
 
 def disturbed(launcher, parallel, kind, rank=1, limit=90):

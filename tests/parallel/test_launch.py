@@ -6,47 +6,27 @@ import re
 import socket
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 
 from attnres_lit.cli import CLI, main
+from parallel import faults
+from parallel.faults import ALONE, torchrun
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-TINY = [
-    "--data.corpus=TextFiles",
-    "--data.corpus.paths=[corpus/*.txt]",
-    "--data.val_fraction=0.3",
-    "--data.seq_len=16",
-    "--data.batch_size=4",
-    "--model.config.dim=16",
-    "--model.config.num_layers=2",
-    "--model.config.num_heads=2",
+FEW = [
     "--trainer.limit_val_batches=3",
     "--trainer.val_check_interval=2",
-    "--trainer.log_every_n_steps=1",
     "--trainer.max_steps=3",
     "--trainer.enable_model_summary=false",
-    "--trainer.enable_progress_bar=false",
 ]
-ALONE = ["-m"]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+TORCHRUN = torchrun(2)
 
-
-@pytest.fixture(autouse=True)
-def workdir(tmp_path, monkeypatch):
-    """A folder of its own with a small corpus."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["attnres_lit"])
-    (tmp_path / "corpus").mkdir()
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("a*.py"))[:8]:
-        (tmp_path / "corpus" / f"{path.stem}.txt").write_text(path.read_text()[:8000])
+pytestmark = pytest.mark.usefixtures("workdir")
 
 
 def args(parallel, *flags):
-    configs = [f"--config={CONFIGS / name}.yaml" for name in ("prenorm", f"parallel/{parallel}")]
-    return ["fit", *configs, *TINY, "--trainer.accelerator=cpu", f"--name={parallel}", *flags]
+    return faults.args("fit", parallel, *FEW, f"--name={parallel}", *flags)
 
 
 def launch(launcher, parallel, *flags):

@@ -57,8 +57,7 @@ def materialize(model: "Transformer", *parts: str) -> None:
     """Give what is on meta a place on the CPU and the initial values that it has in a whole model of the same seed.
 
     The model may have lost some of its sublayers, its embedding, norm or head; what is not on meta stays as it is. A
-    pipeline stage is made in two calls: `materialize(model, "residual")` to learn what crosses the cuts, then, with the
-    sublayers of other stages removed, `materialize(model)`.
+    pipeline stage is made by removing the sublayers of other stages before; the residual has its values from the start.
 
     Args:
         model: a Transformer built under `torch.device("meta")`.

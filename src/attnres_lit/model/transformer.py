@@ -107,6 +107,11 @@ class Transformer(nn.Module):
             sources = self.residual.write(sources, output, site, note)
         return sources
 
+    def compile_sublayers(self) -> None:
+        """In place, so that names stay: one graph per kind, whatever the depth and the residual."""
+        for sublayer in self.sublayers.values():
+            sublayer.compile()
+
     def embed(self, tokens: Tensor) -> Tensor:
         """`(B, T)` to `(B, T, D)`, in the one dtype that all sources then have.
 

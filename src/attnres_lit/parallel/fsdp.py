@@ -53,8 +53,7 @@ def shard(
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     mixed = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False) if param_dtype else exact
     if compile:
-        for sublayer in model.sublayers.values():
-            sublayer.compile()
+        model.compile_sublayers()
     for names in units(model):
         materialize(model, *names)
         modules = [model.get_submodule(name) for name in names]

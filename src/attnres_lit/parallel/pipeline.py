@@ -96,7 +96,7 @@ class PipelineStrategy(ShardedCheckpoint, EndsTogether, ModelParallelStrategy):
         return f"stage{'s' * (len(mine) > 1)} {', '.join(str(each.index) for each in mine)} of {total}"
 
     def cut(self, model: Transformer, seq_len: int, batch_size: int | None, compile: bool) -> Layout:
-        """How this pipeline cuts a model, which may be on meta; it stays whole.
+        """How this pipeline cuts a model, whose sublayers may be on meta; it stays whole.
 
         Args:
             model: the model.
@@ -109,7 +109,6 @@ class PipelineStrategy(ShardedCheckpoint, EndsTogether, ModelParallelStrategy):
         """
         asked = self.settings
         check_pipeline(asked, batch_size, model.config.tie_embeddings, compile)
-        materialize(model, "residual")
         model.residual.split_backward = self.schedule == "InterleavedZeroBubble"
         layout = cut_model(model.config, model.residual, seq_len, asked, self.split_points)
         name = type(model.residual).__name__
@@ -154,8 +153,7 @@ class PipelineStrategy(ShardedCheckpoint, EndsTogether, ModelParallelStrategy):
             for parameter in stage.parameters():  # replicas must start equal, with or without a seed
                 dist.broadcast(parameter.detach(), group=replicas.get_group(), group_src=0)
             if compile:
-                for sublayer in stage.model.sublayers.values():
-                    sublayer.compile()
+                stage.model.compile_sublayers()
             if self.fully_shard:
                 dtype = torch.bfloat16 if trainer.precision == "bf16-mixed" else None
                 shard(stage.model, replicas, root=stage, param_dtype=dtype, reshard_after_forward=False)

@@ -68,7 +68,7 @@ def plan(
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     sizes = Precision.of(precision, model.fp32_residual)
-    residual = with_values(model.residual)
+    residual = deepcopy(model.residual).cpu()  # it has values, wherever the model is
     depth = trace(residual)
     stages = partition(config, depth.cuts, settings.num_stages, seq_len, split_points)
     ranks, count = settings.pipeline_parallel_size, settings.num_microbatches
@@ -166,14 +166,6 @@ def plan(
         },
     }
     return Plan(numbers, step)
-
-
-def with_values(residual: Residual) -> Residual:
-    """A copy on the CPU; initial values if it was on the meta device."""
-    copy = deepcopy(residual)
-    if any(parameter.is_meta for parameter in copy.parameters()):
-        copy.to_empty(device="cpu").reset_parameters()
-    return copy.cpu()
 
 
 def activation_bytes(

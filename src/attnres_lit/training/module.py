@@ -104,9 +104,8 @@ class LanguageModel(LightningModule):
             self._shard(self.device_mesh)
             return
         materialize(self.model)
-        if self.compiled:  # one graph per kind, whatever the depth and the residual
-            for sublayer in self.model.sublayers.values():
-                sublayer.compile()
+        if self.compiled:
+            self.model.compile_sublayers()
 
     def _shard(self, mesh: DeviceMesh) -> None:
         """Over the data-parallel ranks of a ModelParallelStrategy."""

@@ -17,7 +17,7 @@ MAY_USE = {
     "data": {"ops", "residual", "model"},
     "inference": {"ops", "residual", "model", "parallel", "data"},
     "training": {"ops", "residual", "model", "parallel", "data", "inference"},
-    "experiments": {"ops", "residual", "model", "parallel", "data", "inference", "training"},
+    "experiments": {"ops", "residual", "model", "parallel", "data", "inference", "training", "checks", "runs"},
 }
 LIGHTNING_LIVES_IN = (
     "training/",

@@ -82,13 +82,14 @@ class CLI(LightningCLI):
     """See the module docstring."""
 
     config: Any
+    parser_class: type[LightningArgumentParser] = Parser
 
     def __init__(self, args: list[str] | None = None) -> None:
         super().__init__(
             LanguageModel,
             TokenDataModule,
             trainer_class=Trainer,
-            parser_class=Parser,
+            parser_class=self.parser_class,
             parser_kwargs={"prog": "attnres_lit", "version": attnres_lit.__version__, "allow_abbrev": False},
             seed_everything_default=0,
             save_config_callback=SaveConfig,

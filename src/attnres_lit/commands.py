@@ -1,4 +1,4 @@
-"""The subcommands that need no training config: generate, evaluate, export, inspect."""
+"""The subcommands that need no training config: generate, evaluate, export, inspect, sweep."""
 
 import argparse
 import re
@@ -24,22 +24,39 @@ from attnres_lit.parallel.checkpoint import describe
 from attnres_lit.residual import PreNorm
 
 
-class Parser(argparse.ArgumentParser):
+class Command(argparse.ArgumentParser):
     """What these subcommands share; an error is a ValueError, which the command line prints in one line."""
 
     def __init__(self, name: str, description: str) -> None:
         super().__init__(prog=f"attnres_lit {name}", description=description, allow_abbrev=False)
-        self.add_argument("--ckpt_path", required=True, metavar="CKPT", help="a checkpoint that fit wrote")
-        self.add_argument("--device", default="auto", help="cpu, cuda, ...; by default the GPU if there is one")
-        self.add_argument("--num_threads", type=int, default=1, help="of torch, on the CPU (default: %(default)s)")
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, and which option is nearest."""
         raise ValueError(explain(message, self))
 
     def parse(self, args: Sequence[str]) -> argparse.Namespace:
-        """The options, which may be spelt with dashes too; sets the threads of torch, and makes the device one."""
-        options = self.parse_args([self._with_underscores(arg) for arg in args])
+        """The options, which may be spelt with dashes too."""
+        return self.parse_args([self._with_underscores(arg) for arg in args])
+
+    def _with_underscores(self, arg: str) -> str:
+        """A known option that was spelt with dashes; anything else as it is."""
+        name, equals, value = arg.partition("=")
+        spelt = "--" + name[2:].replace("-", "_")
+        return spelt + equals + value if spelt in self._option_string_actions else arg
+
+
+class Parser(Command):
+    """Of the subcommands that load a model."""
+
+    def __init__(self, name: str, description: str) -> None:
+        super().__init__(name, description)
+        self.add_argument("--ckpt_path", required=True, metavar="CKPT", help="a checkpoint that fit wrote")
+        self.add_argument("--device", default="auto", help="cpu, cuda, ...; by default the GPU if there is one")
+        self.add_argument("--num_threads", type=int, default=1, help="of torch, on the CPU (default: %(default)s)")
+
+    def parse(self, args: Sequence[str]) -> argparse.Namespace:
+        """The options; sets the threads of torch, and makes the device one."""
+        options = super().parse(args)
         if options.num_threads < 1:
             raise ValueError(f"--num_threads {options.num_threads} must be at least 1")
         torch.set_num_threads(options.num_threads)
@@ -50,12 +67,6 @@ class Parser(argparse.ArgumentParser):
             reason = re.split(r"[.:\n]", str(error))[0]
             raise ValueError(f"--device {name} cannot be used: {reason}") from None
         return options
-
-    def _with_underscores(self, arg: str) -> str:
-        """A known option that was spelt with dashes; anything else as it is."""
-        name, equals, value = arg.partition("=")
-        spelt = "--" + name[2:].replace("-", "_")
-        return spelt + equals + value if spelt in self._option_string_actions else arg
 
 
 def generate(args: Sequence[str]) -> None:
@@ -222,9 +233,28 @@ def inspect(args: Sequence[str]) -> None:
     print(*written, sep="\n")
 
 
+def sweep(args: Sequence[str]) -> None:
+    """Train the runs of a YAML that names a base config, axes and a budget."""
+    parser = Command("sweep", "Train every cell of a sweep; what is finished is skipped, what was interrupted goes on.")
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help="of the sweep, for example configs/experiment/ablation.yaml")
+    add("--runs_dir", metavar="DIR", help="where the runs live (default: runs/<name of CONFIG>)")
+    add("--jobs", type=int, default=1, help="processes at a time; of several GPUs each has one (default: %(default)s)")
+    add("--cells", type=int, nargs="+", metavar="NUMBER", help="only these, counted from 0")
+    add("--dry_run", action="store_true", help="print the cells and what they take, and train nothing")
+    add("--slurm", action="store_true", help="write a script for a SLURM job array, and train nothing")
+    options = parser.parse(args)
+    if options.jobs < 1:
+        raise ValueError(f"--jobs {options.jobs} must be at least 1")
+    from attnres_lit.sweeping import sweep as train  # which reads configs as the command line does, and that needs us
+
+    train(options.config, options.runs_dir, options.jobs, options.cells, options.dry_run, options.slurm)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "generate": generate,
     "evaluate": evaluate,
     "export": export,
     "inspect": inspect,
+    "sweep": sweep,
 }

@@ -115,8 +115,8 @@ def costs(sweep: Sweep, runs_dir: Path, reader: Reader) -> list[Cost]:
             counts = parameters(model.model, model.model.residual.num_sites)
             per_step = data.batch_size * data.seq_len * config.trainer.accumulate_grad_batches * replicas(config)
             per_token = flops(model.model.config, data.seq_len, again=False).training
-            steps = sweep.budget.num_steps(sum(counts.sublayers), per_step, per_token)
-            arguments += schedule(sweep.budget, config, steps)
+            steps = cell.budget.num_steps(sum(counts.sublayers), per_step, per_token)
+            arguments += schedule(cell.budget, config, steps)
             check_same(reader, arguments, runs_dir / cell.name)
         except ValueError as error:
             raise ValueError(f"cell {cell.name}: {error}") from error

@@ -15,6 +15,7 @@ import yaml
 from attnres_lit.checks import nearest
 
 SEED = "seed_everything"
+LENGTHS = ("steps", "tokens", "tokens_per_parameter", "flops")
 Settings = dict[str, Any]  # dotted options of `fit`, in the order they are given
 
 
@@ -42,10 +43,9 @@ class Budget:
     validations: int = 10
 
     def __post_init__(self) -> None:
-        lengths = ("steps", "tokens", "tokens_per_parameter", "flops")
-        given = {name: getattr(self, name) for name in lengths if getattr(self, name) is not None}
+        given = {name: getattr(self, name) for name in LENGTHS if getattr(self, name) is not None}
         if len(given) != 1:
-            raise ValueError(f"budget: give one of {', '.join(lengths)}, not {', '.join(given) or 'none'}")
+            raise ValueError(f"budget: give one of {', '.join(LENGTHS)}, not {', '.join(given) or 'none'}")
         for name, value in [*given.items(), ("validations", self.validations), ("warmup", self.warmup)]:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"budget.{name} is {value!r}: it must be a number (write 1.0e+6, with dot and sign)")
@@ -70,18 +70,18 @@ class Budget:
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a sweep: its name, and the options of `fit` that make it."""
+    """One run of a sweep: its name, the options of `fit` that make it, and how long it trains."""
 
     name: str
     settings: Settings
+    budget: Budget
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A YAML file of a sweep, read: its configs, budget and cells."""
+    """A YAML file of a sweep, read: its configs and cells."""
 
     configs: list[str]
-    budget: Budget
     cells: list[Cell]
 
     def arguments(self, cell: Cell) -> list[str]:
@@ -94,9 +94,9 @@ def read_sweep(path: Path) -> Sweep:
     """Read a sweep.
 
     `config` names a base config or a list of them; `set` are options of all cells; `axes` are what they differ in: each
-    is a list of values of one option, or a mapping from labels to options. The cells are the product of the axes, the
-    first changing slowest; a name has the labels, that of the seed last. Paths of YAML files are relative to the
-    sweep's own.
+    is a list of values of one option, or a mapping from labels to options, those of the `budget` included. The cells are
+    the product of the axes, the first changing slowest; a name has the labels, that of the seed last. Paths of YAML
+    files are relative to the sweep's own.
 
     Raises:
         ValueError: the file cannot be read, or says something else; an axis is empty; two cells have one name.
@@ -129,23 +129,26 @@ def read_sweep(path: Path) -> Sweep:
         for _, options in chosen:
             settings |= options
         labels = sorted((label for label, _ in chosen), key=lambda label: label.startswith("seed="))  # the seed last
-        cells.append(Cell("-".join(labels), settings))
+        own = {key: settings.pop(key) for key in list(settings) if key.startswith("budget.")}
+        cells.append(Cell("-".join(labels), settings, _budget(said.get("budget"), own, path)))
     names = [cell.name for cell in cells]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"{path}: two cells are called {min(twice)}: give the values of an axis different labels")
-    return Sweep([_below(path, each) for each in configs], _budget(said.get("budget"), path), cells)
+    return Sweep([_below(path, each) for each in configs], cells)
 
 
-def _budget(said: Any, path: Path) -> Budget:
-    """The budget as it is written."""
+def _budget(said: Any, own: Settings, path: Path) -> Budget:
+    """The budget as it is written, with what a cell has of its own."""
     known = [field.name for field in fields(Budget)]
-    if not isinstance(said, dict):
+    own = {key.removeprefix("budget."): value for key, value in own.items()}
+    if not isinstance(said, dict | None):
         raise ValueError(f"{path}: `budget` must say how long a cell trains, for example steps: 500")
-    for key in said:
+    said = {key: value for key, value in (said or {}).items() if key not in LENGTHS or not own.keys() & set(LENGTHS)}
+    for key in said | own:
         if key not in known:
             raise ValueError(f"{path}: unknown budget {key!r}; known are {', '.join(known)}{nearest(str(key), known)}")
     try:
-        return Budget(**said)
+        return Budget(**(said | own))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

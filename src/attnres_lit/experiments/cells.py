@@ -53,7 +53,7 @@ class Budget:
                 raise ValueError(
                     f"budget.{name} is {value}: it must be {'in [0, 1)' if name == 'warmup' else 'above 0'}"
                 )
-        if self.validations != int(self.validations):
+        if not isinstance(self.validations, int):
             raise ValueError(f"budget.validations is {self.validations}: it must be a whole number")
 
     def num_steps(self, parameters: int, tokens_per_step: int, flops_per_token: float) -> int:
@@ -94,9 +94,9 @@ def read_sweep(path: Path) -> Sweep:
     """Read a sweep.
 
     `config` names a base config or a list of them; `set` are options of all cells; `axes` are what they differ in: each
-    is a list of values of one option, or a mapping from labels to options, those of the `budget` included. The cells are
-    the product of the axes, the first changing slowest; a name has the labels, that of the seed last. Paths of YAML
-    files are relative to the sweep's own.
+    is a list of values of one option, or a mapping from labels to options, those of the `budget` included. The cells
+    are the product of the axes, the first changing slowest; a name has the labels, that of the seed last. Paths of
+    YAML files are relative to the sweep's own.
 
     Raises:
         ValueError: the file cannot be read, or says something else; an axis is empty; two cells have one name.

@@ -94,8 +94,8 @@ def read_sweep(path: Path) -> Sweep:
     """Read a sweep.
 
     `config` names a base config or a list of them; `set` are options of all cells; `axes` are what they differ in: each
-    is a list of values of one option, or a mapping from labels to options, those of the `budget` included. The cells are
-    the product of the axes, the first changing slowest; a name has the labels, that of the seed last. Paths of YAML
+    is a list of values of one option, or a mapping from labels to options, those of the `budget` included. The cells
+    are the product of the axes, the first changing slowest; a name has the labels, that of the seed last. Paths of YAML
     files are relative to the sweep's own.
 
     Raises:

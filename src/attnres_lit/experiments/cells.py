@@ -115,7 +115,7 @@ def read_sweep(path: Path) -> Sweep:
         ValueError: the file cannot be read, or says something else; an axis is empty; two cells have one name.
     """
     try:
-        said = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a safe one
+        said = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"the sweep {path} cannot be read: {' '.join(str(error).split())}") from None
     keys = ("config", "set", "axes", "budget")
@@ -185,7 +185,7 @@ def _plain(value: Any) -> str:
 
 def _label(text: str) -> str:
     """Without what the name of a folder should not have."""
-    return re.sub(r"[^\w=.,+-]", "_", text).strip("_") or "_"
+    return re.sub(r"[^\w=.,+-]", "_", text).strip("_.") or "_"
 
 
 def _settings(options: Any, path: Path, where: str) -> Settings:

@@ -2,6 +2,8 @@
 
 import math
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -185,3 +187,16 @@ def test_other_files_are_refused(text, message, write):
 def test_a_missing_file(tmp_path):
     with pytest.raises(ValueError, match=r"the sweep .*no\.yaml cannot be read: .*No such file"):
         read_sweep(tmp_path / "no.yaml")
+
+
+def test_the_example_of_the_docs(tmp_path):
+    root = Path(__file__).parents[2]
+    shutil.copytree(root / "configs", tmp_path / "configs")
+    example = re.search(r"```yaml\n(.*?)```", (root / "docs/experiments.md").read_text(), re.DOTALL)
+    assert example
+    path = tmp_path / "configs/experiment/example.yaml"
+    path.write_text(example[1])
+    cells = read_sweep(path).cells
+    assert [cell.name for cell in cells][:3] == ["PreNorm-seed=0", "Block_N4-seed=0", "PreNorm-seed=1"]
+    assert len(cells) == 6
+    assert cells[0].budget == Budget(steps=500, validations=5)

@@ -126,7 +126,7 @@ def swept(tmp_path_factory):
     try:
         prepare(folder, CELLS)
         process = start("--jobs=2")
-        first, deadline = folder / "runs/sweep/block/checkpoints/last.ckpt", time.monotonic() + 240
+        first, deadline = folder / "runs/sweep/block/checkpoints/last.ckpt", time.monotonic() + 600
         while not first.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         runs = children(process)

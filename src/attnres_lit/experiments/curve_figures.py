@@ -1,0 +1,106 @@
+"""A metric over training: the curves of all variants, and their differences to the baseline."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from attnres_lit.experiments.bench import Bench, Variant, labels
+from attnres_lit.experiments.drawing import FEW, PALE, panels
+
+Draw = Callable[[Axes, Bench, str, str], None]  # one variant of a bench, by its label and in a colour
+SKIPPED = 0.2  # share of the training whose values may lie above the picture
+
+
+def curves(benches: Sequence[Bench], metric: str, colours: Mapping[str, str]) -> Figure:
+    """Means over seeds, with their standard errors; what is not finished is dashed."""
+    figure = _figure(benches, colours, draw_curve)
+    for axes in figure.axes:
+        _cut(axes)
+    figure.supylabel(metric, fontsize=9)
+    return figure
+
+
+def differences(benches: Sequence[Bench], metric: str, colours: Mapping[str, str]) -> Figure:
+    """Means of the differences to the baseline's run of the same seed, with their standard errors."""
+    with_baseline = [bench for bench in benches if bench.compared_to]
+    figure = _figure(with_baseline, colours, draw_difference)
+    for axes in figure.axes:
+        axes.axhline(0, color=colours[with_baseline[0].compared_to or ""], linewidth=1)
+        _cut(axes, 0.0)
+    figure.supylabel(f"{metric}, difference to {with_baseline[0].compared_to}", fontsize=9)
+    return figure
+
+
+def draw_curve(axes: Axes, bench: Bench, label: str, colour: str) -> None:
+    """One variant."""
+    variant = bench.variants[label]
+    _band(axes, variant.curves(), label, colour)
+    for run in variant.unfinished:
+        curve = run.curves[variant.metric]
+        axes.plot(curve.index, curve, color=colour, linestyle="--", linewidth=1, label=label)
+
+
+def draw_difference(axes: Axes, bench: Bench, label: str, colour: str) -> None:
+    """One variant that is not the baseline; of runs that are not finished, nothing."""
+    if label != bench.compared_to:
+        base: Variant = bench.variants[bench.compared_to or ""]
+        _band(axes, bench.variants[label].curves() - base.curves(), label, colour)
+
+
+def _band(axes: Axes, by_seed: pd.DataFrame, label: str, colour: str) -> None:
+    by_seed = by_seed.dropna(axis=1, how="all").dropna()
+    if by_seed.empty:
+        return
+    mean, error = by_seed.mean(axis=1), by_seed.sem(axis=1).fillna(0.0)
+    axes.plot(mean.index, mean, color=colour, label=label, marker="o", markersize=2.5)
+    axes.fill_between(mean.index, mean - error, mean + error, color=colour, alpha=0.2, linewidth=0)
+
+
+def _figure(benches: Sequence[Bench], colours: Mapping[str, str], draw: Draw) -> Figure:
+    """A panel for each bench; one bench of many variants: a panel for each variant, with the others behind it."""
+    shown = labels(benches)
+    if len(benches) == 1 and len(shown) > FEW:
+        return _one_by_one(benches[0], colours, draw)
+    single = len(benches) == 1
+    figure, grid = panels(len(benches), 3, 6.4 if single else 3.2, 3.4 if single else 2.5)
+    for axes, bench in zip(grid, benches, strict=True):
+        for label in reversed(bench.variants):  # the baseline on top
+            draw(axes, bench, label, colours[label])
+        axes.set(title=bench.label, xlabel="step")
+    drawn: dict[str, object] = {}
+    for axes in grid:
+        for line, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            drawn.setdefault(label, line)
+    figure.legend(
+        [drawn[label] for label in shown if label in drawn],
+        [label for label in shown if label in drawn],
+        loc="outside right upper",
+    )
+    return figure
+
+
+def _one_by_one(bench: Bench, colours: Mapping[str, str], draw: Draw) -> Figure:
+    shown = [label for label in bench.variants if label != bench.baseline]
+    figure, grid = panels(len(shown), 4, 2.5, 1.9, sharex=True, sharey=True)
+    for axes, one in zip(grid, shown, strict=True):
+        for label in shown:
+            draw(axes, bench, label, PALE)
+        for label in (bench.baseline, one):
+            if label:
+                draw(axes, bench, label, colours[label])
+        axes.set_title(one)
+    for axes in grid[-4:]:
+        axes.set_xlabel("step")
+    return figure
+
+
+def _cut(axes: Axes, *inside: float) -> None:
+    """Leave the beginning of training out of the range of y; these values are in it."""
+    lines = [line.get_data() for line in axes.get_lines() if len(line.get_xdata()) > 2]
+    end = max((max(x) for x, _ in lines), default=0)
+    late = [*inside, *(y for line in lines for x, y in zip(*line, strict=True) if x >= SKIPPED * end)]
+    if len(set(late)) > 1:
+        margin = 0.06 * (max(late) - min(late))
+        axes.set_ylim(min(late) - margin, max(late) + margin)

@@ -1,0 +1,91 @@
+"""Sections on what happens along depth (report, Fig. 5 and 8)."""
+
+import re
+
+import numpy as np
+import pandas as pd
+
+from attnres_lit.experiments import depth_figures
+from attnres_lit.experiments.bench import Bench
+from attnres_lit.experiments.page import Picture, Section, Table
+from attnres_lit.experiments.records import by_layer
+from attnres_lit.experiments.study import LeftOut, Study, number
+
+OBSERVED = 3  # steps, the last ones, whose mean is shown
+
+
+def dynamics(study: Study) -> Section:
+    """Sizes of outputs and gradients after each layer, at the end of training."""
+    bench, found = _most(study, lambda bench: {k: v for k in depth_figures.NAMES if (v := layers(bench, k))})
+    if not found:
+        raise LeftOut("no finished run logged depth/output_rms or depth/grad_norm")
+    figure = depth_figures.dynamics(found, study.colours)
+    lines = []
+    for label in dict.fromkeys(label for variants in found.values() for label in variants):
+        rms, norms = (found.get(name, {}).get(label) for name in depth_figures.NAMES)
+        line = [label]
+        line += ["–", "–"] if rms is None else [mean(rms.iloc[-1] / rms.iloc[0]), mean(rms.max())]
+        lines.append([*line, "–" if norms is None else mean(norms.std() / norms.mean())])
+    head = ["variant", "output RMS, last / first layer", "its maximum", "gradient norms, std / mean over layers"]
+    text = (
+        f"{_of(bench)}Means of the last {OBSERVED} observed steps; the band is the range of the seeds. In the table: mean and "
+        "standard error over seeds. Of Block AttnRes the output is the partial sum of the current block, of Full AttnRes "
+        "the newest sublayer's, of mHC the mean of the streams."
+    )
+    return Section(
+        "Along depth", [text, Picture("dynamics", figure, "RMS and gradient norm by layer"), Table(head, lines)]
+    )
+
+
+def layers(bench: Bench, name: str) -> dict[str, pd.DataFrame]:
+    """A metric by layer (rows) and seed (columns), of every variant that logged it."""
+    found = {}
+    for label, variant in bench.variants.items():
+        seeds = {run.seed: by_layer(run, name, OBSERVED) for run in variant.finished}
+        if table := {seed: series for seed, series in seeds.items() if series is not None}:
+            found[label] = pd.DataFrame(table)
+    return found
+
+
+def depth_weights(study: Study) -> Section:
+    """What each site reads, and how evenly."""
+    bench, found = _most(study, _weights)
+    if not found:
+        raise LeftOut("no finished run has a depth_weights.npz with what its sites read")
+    parts: list = [
+        f"{_of(bench)}Mean weights over tokens and seeds, at the last validation. Entropy is relative to reading all "
+        "sources alike: 1 is a plain mean, 0 a single source.",
+    ]
+    lines = []
+    for label, seeds in found.items():
+        table = np.mean([each.table for each in seeds], axis=0)
+        entropies = np.array([each.entropy for each in seeds])
+        shown = entropies.mean(axis=0)
+        name = "depth_weights_" + re.sub(r"[^\w.=-]", "_", label)
+        figure = depth_figures.depth_weights(label, table, seeds[0].sites, shown)
+        parts.append(Picture(name, figure, f"what the sites of {label} read"))
+        kinds = (entropies[:, 0:-1:2], entropies[:, 1:-1:2], entropies[:, -1:])
+        lines.append([label, *(mean(pd.Series(np.nanmean(kind, axis=1))) for kind in kinds)])
+    head = ["mean entropy", "before attention", "before MLP", "exit"]
+    return Section("What each site reads", [*parts, Table(head, lines)])
+
+
+def _weights(bench: Bench) -> dict:
+    found = {label: [run.weights for run in v.finished if run.weights] for label, v in bench.variants.items()}
+    return {label: seeds for label, seeds in found.items() if seeds}
+
+
+def _most(study: Study, of) -> tuple[Bench, dict]:
+    """The bench with the most variants that have such data, and of those the largest; and the data."""
+    found = [(bench, of(bench)) for bench in study.benches]
+    return max(found, key=lambda each: max(map(len, each[1].values()), default=0))
+
+
+def _of(bench: Bench) -> str:
+    return f"Of {bench.label}. " if bench.label else ""
+
+
+def mean(seeds: pd.Series) -> str:
+    """Mean and standard error."""
+    error = seeds.sem()
+    return number(seeds.mean(), ".3g") + ("" if np.isnan(error) else f" ± {error:.2g}")

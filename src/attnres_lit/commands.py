@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -261,10 +262,20 @@ def report(args: Sequence[str]) -> None:
     add("--baseline", metavar="NAME", help="of the differences (default: PreNorm, or else the first run)")
     add("--at_loss", metavar="L", type=float, help="loss at which the computes of fits are compared")
     options = parser.parse(args)
-    from attnres_lit.experiments.report import command_line, report as write  # pandas and scipy take a while
+    if options.at_loss is not None and not options.at_loss > 0:
+        raise ValueError(f"--at_loss {options.at_loss} must be above 0")
+    from attnres_lit.experiments.report import report as write  # pandas and scipy take a while to import
 
     asked = (options.metric, options.baseline, options.at_loss)
-    print(*write(options.runs, options.out or options.runs[0] / "report", *asked, command_line(args)), sep="\n")
+    print(
+        *write(
+            options.runs,
+            options.out or options.runs[0] / "report",
+            *asked,
+            shlex.join(["attnres_lit", "report", *args]),
+        ),
+        sep="\n",
+    )
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from attnres_lit.experiments import comparison_figures, paper
-from attnres_lit.experiments.bench import Bench, Variant
 from attnres_lit.experiments.page import Picture, Section, Table
 from attnres_lit.experiments.statistics import compare
 from attnres_lit.experiments.study import LOSS, LeftOut, Study, number, with_interval
+from attnres_lit.experiments.variants import Setting, Variant
 from attnres_lit.inference.load import strategy
 from attnres_lit.parallel.activations import Precision, residual_bytes
 from attnres_lit.parallel.cost_model import prefill_bytes
@@ -14,7 +14,7 @@ from attnres_lit.residual.block_attnres import block_starts
 
 
 def cut(variant: Variant) -> tuple[int, int | None] | None:
-    """Blocks, and sublayers per block if all are alike; Full AttnRes has a block for each; None: other options differ."""
+    """Blocks, and sublayers per block if all have as many; None: a strategy without blocks, or with other options."""
     run = variant.one
     layers = run.of("model", "config", "num_layers")
     if run.residual not in ("BlockAttnRes", "FullAttnRes") or not paper.is_plain(run.options) or not layers:
@@ -27,26 +27,26 @@ def cut(variant: Variant) -> tuple[int, int | None] | None:
     return blocks, size or (sites // blocks if sites % blocks == 0 else None)
 
 
-def cuts(bench: Bench, option: str) -> dict[str, tuple[int, int | None]]:
-    """Cuts of a bench's finished variants; where two are the same, the one that is made with this option."""
-    found = {label: cut(v) for label, v in bench.variants.items() if v.finished}
-    order = sorted(found, key=lambda label: bench.variants[label].one.options.get(option) is None)
+def cuts(setting: Setting, option: str) -> dict[str, tuple[int, int | None]]:
+    """Cuts of a setting's finished variants; where two are the same, the one that is made with this option."""
+    found = {label: cut(v) for label, v in setting.variants.items() if v.finished}
+    order = sorted(found, key=lambda label: setting.variants[label].one.options.get(option) is None)
     each = {found[label]: label for label in reversed(order) if found[label] is not None}
     return {label: at for at, label in each.items() if at is not None}
 
 
 def block_size(study: Study) -> Section:
     """Sublayers per block, from one to all."""
-    for bench in reversed(study.benches):
-        found = {label: size for label, (_, size) in cuts(bench, "block_size").items() if size is not None}
-        if bench.compared_to and len(found) > 2:
+    for setting in reversed(study.settings):
+        found = {label: size for label, (_, size) in cuts(setting, "block_size").items() if size is not None}
+        if setting.compared_to and len(found) > 2:
             break
     else:
         raise LeftOut("it takes three block sizes, Full AttnRes as one of them, and the baseline")
     order = sorted(found, key=lambda label: found[label])
-    table = compare(bench.values(), bench.compared_to).loc[order]
+    table = compare(setting.values(), setting.compared_to).loc[order]
     sizes = [found[label] for label in order]
-    base = str(bench.compared_to)
+    base = str(setting.compared_to)
     figure = comparison_figures.block_sizes(sizes, table, study.metric, base, with_report=study.metric == LOSS)
     lines = []
     for size, (label, row) in zip(sizes, table.iterrows(), strict=True):
@@ -61,18 +61,18 @@ def block_size(study: Study) -> Section:
 
 def num_blocks(study: Study) -> Section:
     """The number of blocks, with the memory that it takes."""
-    for bench in reversed(study.benches):
-        found = {label: blocks for label, (blocks, _) in cuts(bench, "num_blocks").items()}
-        asked = [label for label in found if bench.variants[label].one.options.get("num_blocks") is not None]
-        if bench.compared_to and len(asked) > 1:
+    for setting in reversed(study.settings):
+        found = {label: blocks for label, (blocks, _) in cuts(setting, "num_blocks").items()}
+        asked = [label for label in found if setting.variants[label].one.options.get("num_blocks") is not None]
+        if setting.compared_to and len(asked) > 1:
             break
     else:
         raise LeftOut("it takes the baseline, and two or more runs that set num_blocks")
     order = sorted(found, key=lambda label: found[label])
-    table = compare(bench.values(), bench.compared_to).loc[order]
+    table = compare(setting.values(), setting.compared_to).loc[order]
     counts = [found[label] for label in order]
-    held = [memory(bench.variants[label], found[label]) for label in order]
-    base = str(bench.compared_to)
+    held = [memory(setting.variants[label], found[label]) for label in order]
+    base = str(setting.compared_to)
     figure = comparison_figures.num_blocks(counts, table, [each["held"] for each in held], study.metric, base)
     lines = [
         [str(count), str(label), number(row["mean"]), with_interval(row["difference"], row["pooled"]), str(count + 1)]
@@ -81,8 +81,9 @@ def num_blocks(study: Study) -> Section:
     ]
     head = ["blocks", "variant", "mean", f"difference to {base}", "sources", "their KiB per token"]
     text = (
-        "A block is a source that every later site reads. Its bytes are what a prompt holds, what a pipeline sends and "
-        "caches, per token; the last column is what the residual keeps for the backward pass, inputs of sublayers included."
+        "A block is a source that every later site reads; the embedding is one more. Their bytes per token are what a "
+        "prompt holds, and what a pipeline sends and caches. The last column is what the residual keeps for the "
+        "backward pass, the inputs of the sublayers included. Full AttnRes has as many blocks as sublayers."
     )
     picture = Picture("num_blocks", figure, "loss and memory over the number of blocks")
     return Section("Number of blocks", [text, picture, Table([*head, "KiB per token for backward"], lines)])

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from attnres_lit.experiments import paper
 from attnres_lit.experiments.drawing import BASELINE, REPORT, panels
@@ -41,6 +42,7 @@ def ablations(
     for axes in grid:
         axes.axvline(0, color=BASELINE, linewidth=1)
         axes.tick_params(axis="y", length=0)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
     return figure
 
 

@@ -6,25 +6,25 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attnres_lit.experiments.bench import Bench, Variant, labels
 from attnres_lit.experiments.drawing import FEW, PALE, panels
+from attnres_lit.experiments.variants import Setting, Variant, labels
 
-Draw = Callable[[Axes, Bench, str, str], None]  # one variant of a bench, by its label and in a colour
-SKIPPED = 0.2  # share of the training whose values may lie above the picture
+Draw = Callable[[Axes, Setting, str, str], None]  # one variant of a setting, by its label and in a colour
+SKIPPED = 0.4  # share of the training whose values may lie above the picture
 
 
-def curves(benches: Sequence[Bench], metric: str, colours: Mapping[str, str]) -> Figure:
+def curves(settings: Sequence[Setting], metric: str, colours: Mapping[str, str]) -> Figure:
     """Means over seeds, with their standard errors; what is not finished is dashed."""
-    figure = _figure(benches, colours, draw_curve)
+    figure = _figure(settings, colours, draw_curve)
     for axes in figure.axes:
         _cut(axes)
     figure.supylabel(metric, fontsize=9)
     return figure
 
 
-def differences(benches: Sequence[Bench], metric: str, colours: Mapping[str, str]) -> Figure:
+def differences(settings: Sequence[Setting], metric: str, colours: Mapping[str, str]) -> Figure:
     """Means of the differences to the baseline's run of the same seed, with their standard errors."""
-    with_baseline = [bench for bench in benches if bench.compared_to]
+    with_baseline = [setting for setting in settings if setting.compared_to]
     figure = _figure(with_baseline, colours, draw_difference)
     for axes in figure.axes:
         axes.axhline(0, color=colours[with_baseline[0].compared_to or ""], linewidth=1)
@@ -33,20 +33,20 @@ def differences(benches: Sequence[Bench], metric: str, colours: Mapping[str, str
     return figure
 
 
-def draw_curve(axes: Axes, bench: Bench, label: str, colour: str) -> None:
+def draw_curve(axes: Axes, setting: Setting, label: str, colour: str) -> None:
     """One variant."""
-    variant = bench.variants[label]
+    variant = setting.variants[label]
     _band(axes, variant.curves(), label, colour)
     for run in variant.unfinished:
         curve = run.curves[variant.metric]
         axes.plot(curve.index, curve, color=colour, linestyle="--", linewidth=1, label=label)
 
 
-def draw_difference(axes: Axes, bench: Bench, label: str, colour: str) -> None:
+def draw_difference(axes: Axes, setting: Setting, label: str, colour: str) -> None:
     """One variant that is not the baseline; of runs that are not finished, nothing."""
-    if label != bench.compared_to:
-        base: Variant = bench.variants[bench.compared_to or ""]
-        _band(axes, bench.variants[label].curves() - base.curves(), label, colour)
+    if label != setting.compared_to:
+        base: Variant = setting.variants[setting.compared_to or ""]
+        _band(axes, setting.variants[label].curves() - base.curves(), label, colour)
 
 
 def _band(axes: Axes, by_seed: pd.DataFrame, label: str, colour: str) -> None:
@@ -58,17 +58,17 @@ def _band(axes: Axes, by_seed: pd.DataFrame, label: str, colour: str) -> None:
     axes.fill_between(mean.index, mean - error, mean + error, color=colour, alpha=0.2, linewidth=0)
 
 
-def _figure(benches: Sequence[Bench], colours: Mapping[str, str], draw: Draw) -> Figure:
-    """A panel for each bench; one bench of many variants: a panel for each variant, with the others behind it."""
-    shown = labels(benches)
-    if len(benches) == 1 and len(shown) > FEW:
-        return _one_by_one(benches[0], colours, draw)
-    single = len(benches) == 1
-    figure, grid = panels(len(benches), 3, 6.4 if single else 3.2, 3.4 if single else 2.5)
-    for axes, bench in zip(grid, benches, strict=True):
-        for label in reversed(bench.variants):  # the baseline on top
-            draw(axes, bench, label, colours[label])
-        axes.set(title=bench.label, xlabel="step")
+def _figure(settings: Sequence[Setting], colours: Mapping[str, str], draw: Draw) -> Figure:
+    """A panel for each setting; one setting of many variants: a panel for each variant, with the others behind it."""
+    shown = labels(settings)
+    if len(settings) == 1 and len(shown) > FEW:
+        return _one_by_one(settings[0], colours, draw)
+    single = len(settings) == 1
+    figure, grid = panels(len(settings), 3, 6.4 if single else 3.2, 3.4 if single else 2.5)
+    for axes, setting in zip(grid, settings, strict=True):
+        for label in reversed(setting.variants):  # the baseline on top
+            draw(axes, setting, label, colours[label])
+        axes.set(title=setting.label, xlabel="step")
     drawn: dict[str, object] = {}
     for axes in grid:
         for line, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -81,18 +81,19 @@ def _figure(benches: Sequence[Bench], colours: Mapping[str, str], draw: Draw) ->
     return figure
 
 
-def _one_by_one(bench: Bench, colours: Mapping[str, str], draw: Draw) -> Figure:
-    shown = [label for label in bench.variants if label != bench.baseline]
+def _one_by_one(setting: Setting, colours: Mapping[str, str], draw: Draw) -> Figure:
+    shown = [label for label in setting.variants if label != setting.baseline]
     figure, grid = panels(len(shown), 4, 2.5, 1.9, sharex=True, sharey=True)
     for axes, one in zip(grid, shown, strict=True):
         for label in shown:
-            draw(axes, bench, label, PALE)
-        for label in (bench.baseline, one):
+            draw(axes, setting, label, PALE)
+        for label in (setting.baseline, one):
             if label:
-                draw(axes, bench, label, colours[label])
+                draw(axes, setting, label, colours[label])
         axes.set_title(one)
-    for axes in grid[-4:]:
+    for axes in grid[-4:]:  # the last ones of their columns
         axes.set_xlabel("step")
+        axes.tick_params(labelbottom=True)
     return figure
 
 

@@ -29,7 +29,7 @@ def dynamics(found: Mapping[str, Mapping[str, pd.DataFrame]], colours: Mapping[s
             axes.plot(mean.index, mean, color=colours[label], marker="o", markersize=3, label=label)
             low, high = layers.min(axis=1), layers.max(axis=1)
             axes.fill_between(mean.index, low, high, color=colours[label], alpha=0.15, linewidth=0)
-        axes.set(title=f"{NAMES[name]} after each layer", xlabel="layer", yscale="log")
+        axes.set(title=f"{NAMES[name]} after each layer", xlabel="layer", ylim=(0, None))
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper")
     return figure
 

@@ -6,17 +6,17 @@ import numpy as np
 import pandas as pd
 
 from attnres_lit.experiments import depth_figures
-from attnres_lit.experiments.bench import Bench
 from attnres_lit.experiments.page import Picture, Section, Table
 from attnres_lit.experiments.records import by_layer
 from attnres_lit.experiments.study import LeftOut, Study, number
+from attnres_lit.experiments.variants import Setting
 
 OBSERVED = 3  # steps, the last ones, whose mean is shown
 
 
 def dynamics(study: Study) -> Section:
     """Sizes of outputs and gradients after each layer, at the end of training."""
-    bench, found = _most(study, lambda bench: {k: v for k in depth_figures.NAMES if (v := layers(bench, k))})
+    setting, found = _most(study, lambda setting: {k: v for k in depth_figures.NAMES if (v := layers(setting, k))})
     if not found:
         raise LeftOut("no finished run logged depth/output_rms or depth/grad_norm")
     figure = depth_figures.dynamics(found, study.colours)
@@ -28,19 +28,19 @@ def dynamics(study: Study) -> Section:
         lines.append([*line, "–" if norms is None else mean(norms.std() / norms.mean())])
     head = ["variant", "output RMS, last / first layer", "its maximum", "gradient norms, std / mean over layers"]
     text = (
-        f"{_of(bench)}Means of the last {OBSERVED} observed steps; the band is the range of the seeds. In the table: mean and "
-        "standard error over seeds. Of Block AttnRes the output is the partial sum of the current block, of Full AttnRes "
-        "the newest sublayer's, of mHC the mean of the streams."
+        f"{_of(setting)}Means of the last {OBSERVED} observed steps; the band is the range of the seeds. In the table: "
+        "mean ± standard error over seeds. Of Block AttnRes the output is the sum of the current block, of Full "
+        "AttnRes the newest sublayer's, of mHC the mean of the streams."
     )
     return Section(
         "Along depth", [text, Picture("dynamics", figure, "RMS and gradient norm by layer"), Table(head, lines)]
     )
 
 
-def layers(bench: Bench, name: str) -> dict[str, pd.DataFrame]:
+def layers(setting: Setting, name: str) -> dict[str, pd.DataFrame]:
     """A metric by layer (rows) and seed (columns), of every variant that logged it."""
     found = {}
-    for label, variant in bench.variants.items():
+    for label, variant in setting.variants.items():
         seeds = {run.seed: by_layer(run, name, OBSERVED) for run in variant.finished}
         if table := {seed: series for seed, series in seeds.items() if series is not None}:
             found[label] = pd.DataFrame(table)
@@ -49,11 +49,11 @@ def layers(bench: Bench, name: str) -> dict[str, pd.DataFrame]:
 
 def depth_weights(study: Study) -> Section:
     """What each site reads, and how evenly."""
-    bench, found = _most(study, _weights)
+    setting, found = _most(study, _weights)
     if not found:
         raise LeftOut("no finished run has a depth_weights.npz with what its sites read")
     parts: list = [
-        f"{_of(bench)}Mean weights over tokens and seeds, at the last validation. Entropy is relative to reading all "
+        f"{_of(setting)}Mean weights over tokens and seeds, at the last validation. Entropy is relative to reading all "
         "sources alike: 1 is a plain mean, 0 a single source.",
     ]
     lines = []
@@ -65,24 +65,24 @@ def depth_weights(study: Study) -> Section:
         figure = depth_figures.depth_weights(label, table, seeds[0].sites, shown)
         parts.append(Picture(name, figure, f"what the sites of {label} read"))
         kinds = (entropies[:, 0:-1:2], entropies[:, 1:-1:2], entropies[:, -1:])
-        lines.append([label, *(mean(pd.Series(np.nanmean(kind, axis=1))) for kind in kinds)])
+        lines.append([label, *(mean(pd.DataFrame(kind).mean(axis=1)) for kind in kinds)])
     head = ["mean entropy", "before attention", "before MLP", "exit"]
     return Section("What each site reads", [*parts, Table(head, lines)])
 
 
-def _weights(bench: Bench) -> dict:
-    found = {label: [run.weights for run in v.finished if run.weights] for label, v in bench.variants.items()}
+def _weights(setting: Setting) -> dict:
+    found = {label: [run.weights for run in v.finished if run.weights] for label, v in setting.variants.items()}
     return {label: seeds for label, seeds in found.items() if seeds}
 
 
-def _most(study: Study, of) -> tuple[Bench, dict]:
-    """The bench with the most variants that have such data, and of those the largest; and the data."""
-    found = [(bench, of(bench)) for bench in study.benches]
+def _most(study: Study, of) -> tuple[Setting, dict]:
+    """The setting with the most variants that have such data, and of those the largest; and the data."""
+    found = [(setting, of(setting)) for setting in reversed(study.settings)]
     return max(found, key=lambda each: max(map(len, each[1].values()), default=0))
 
 
-def _of(bench: Bench) -> str:
-    return f"Of {bench.label}. " if bench.label else ""
+def _of(setting: Setting) -> str:
+    return f"Of {setting.label}. " if setting.label else ""
 
 
 def mean(seeds: pd.Series) -> str:

@@ -45,7 +45,7 @@ def panels(count: int, columns: int, width: float, height: float, **shared: Any)
     figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **shared).flatten().tolist()
     for each in axes[count:]:
-        each.set_axis_off()
+        each.remove()
     return figure, axes[:count]
 
 
@@ -54,8 +54,8 @@ def heat_map(axes: Axes, table: np.ndarray, columns: Sequence[str], rows: Sequen
     image = axes.imshow(table, aspect="auto", interpolation="none", **options)
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
-    for set_ticks, names in ((axes.set_xticks, columns), (axes.set_yticks, rows)):
-        at = range(0, len(names), math.ceil(len(names) / 26))
+    for set_ticks, names, most in ((axes.set_xticks, columns, 13), (axes.set_yticks, rows, 40)):
+        at = range(0, len(names), math.ceil(len(names) / most))
         set_ticks(list(at), [names[i] for i in at])
     return image
 

@@ -69,6 +69,7 @@ SCALING = {  # Table 2: loss by active parameters in millions
     "Full": {194: 1.899, 241: 1.874, 296: 1.804, 436: 1.737, 528: 1.692},
     "mHC-lite": {194: 1.906, 241: 1.869, 296: 1.807, 436: 1.747, 528: 1.694},
 }
+SIZES = tuple(SCALING["PreNorm"])
 FITS = {"PreNorm": (1.891, 0.057), "Block": (1.870, 0.058), "Full": (1.865, 0.057)}  # Fig. 4: A, alpha
 ADVANTAGE = 1.25  # Fig. 4: of Block, at 5.6 PFLOP/s-days
 

@@ -138,14 +138,14 @@ class Run:
             return "finished"
         return f"at step {self.steps:,} of {self.max_steps:,}"
 
-    def settings(self) -> str:
+    def all_settings(self) -> str:
         """All that changes its numbers but the seed, as one text."""
         data = self.config.get("data")
         data = {k: v for k, v in data.items() if k not in NO_SETTING} if isinstance(data, Mapping) else data
         trained = (self.max_steps, self.of("trainer", "accumulate_grad_batches"), self.of("trainer", "precision"))
         return json.dumps([self.config.get("model"), data, trained], sort_keys=True, default=str)
 
-    def bench(self) -> str:
+    def setting(self) -> str:
         """What a comparison holds fixed: the network but its residual, the text, and the tokens trained on."""
         data = ("corpus", "tokenizer", "seq_len")
         length = self.max_steps and self.tokens_per_step and self.max_steps * self.tokens_per_step
@@ -175,7 +175,7 @@ def _named(runs: list[tuple[Run, bool]]) -> Iterable[tuple[Run, str, str]]:
     named = [(run, f"{run.folder.parent.name}/{run.name}" if twice else run.name) for run, twice in runs]
     settings: dict[str, set[str]] = {}
     for run, name in named:
-        settings.setdefault(SEED.sub("", name), set()).add(run.settings())
+        settings.setdefault(SEED.sub("", name), set()).add(run.all_settings())
     for run, name in named:
         short = SEED.sub("", name)
         yield run, name, short if len(settings[short]) == 1 else name

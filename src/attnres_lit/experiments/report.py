@@ -1,11 +1,9 @@
 """`attnres_lit report`: a folder of runs as one page, Markdown and pictures."""
 
-import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from attnres_lit.checks import nearest
-from attnres_lit.experiments.bench import benches, labels
 from attnres_lit.experiments.block_sections import block_size, num_blocks
 from attnres_lit.experiments.depth_sections import depth_weights, dynamics
 from attnres_lit.experiments.drawing import colours, files, look
@@ -14,6 +12,7 @@ from attnres_lit.experiments.page import Picture, Section, Table, html, markdown
 from attnres_lit.experiments.records import read_runs
 from attnres_lit.experiments.scaling_sections import architecture, scaling
 from attnres_lit.experiments.study import LeftOut, Study
+from attnres_lit.experiments.variants import labels, settings
 
 SECTIONS: dict[str, Callable[[Study], Section]] = {
     "final values": final_values,
@@ -38,20 +37,20 @@ def study_of(roots: Sequence[Path], metric: str, baseline: str | None, at_loss: 
     known = sorted({name for run in found for name in run.curves if not name.startswith("depth/")})
     if metric not in known:
         raise ValueError(f"--metric {metric}: no run logged it; there is {', '.join(known)}{nearest(metric, known)}")
-    side_by_side = benches(found, metric, baseline)
+    side_by_side = settings(found, metric, baseline)
     names = labels(side_by_side)
-    base = next((bench.baseline for bench in side_by_side if bench.baseline), None)
+    base = next((setting.baseline for setting in side_by_side if setting.baseline), None)
     return Study(found, side_by_side, metric, at_loss, colours(names, base))
 
 
-def sections_of(study: Study) -> tuple[list[Section], list[str]]:
+def sections_of(study: Study) -> tuple[dict[str, Section], list[str]]:
     """What the runs hold, and a line for each section that they do not."""
-    made, missing = [], []
+    made, missing = {}, []
     for name, make in SECTIONS.items():
         try:
-            made.append(make(study))
+            made[name] = make(study)
         except LeftOut as reason:
-            missing.append(f"{name}: {reason}")
+            missing.append(f"Left out: {name}: {reason}.")
     return made, missing
 
 
@@ -72,19 +71,16 @@ def report(
         ValueError: see `study_of`; the folder cannot be written.
     """
     study = study_of(roots, metric, baseline, at_loss)
-    title = "Report of " + ", ".join(root.name or str(root) for root in roots)
     with look():
         made, missing = sections_of(study)
-        pictures = [part for section in made for part in section.parts if isinstance(part, Picture)]
+        pictures = [part for section in made.values() for part in section.parts if isinstance(part, Picture)]
         images = {picture.name: files(picture.figure) for picture in pictures}
-    finished = sum(run.state(metric) == "finished" for run in study.runs)
-    intro = [f"{len(study.runs)} runs, {finished} of them finished, compared by {metric}."]
-    if missing:
-        intro.append("Left out: " + "; ".join(missing) + ".")
+    title = "Report of " + ", ".join(root.resolve().name for root in roots)
+    intro = [f"{len(study.runs)} runs, compared by {metric}.", *unfinished(study), *missing]
     pngs = {name: each[".png"] for name, each in images.items()}
     written = {
-        "index.html": html(title, intro, made, command, pngs).encode(),
-        "report.md": markdown(title, intro, made, command).encode(),
+        "index.html": html(title, intro, list(made.values()), command, pngs).encode(),
+        "report.md": markdown(title, intro, list(made.values()), command).encode(),
         **{name + suffix: content for name, each in images.items() for suffix, content in each.items()},
     }
     try:
@@ -93,10 +89,12 @@ def report(
             (out / name).write_bytes(content)
     except OSError as error:
         raise ValueError(f"--out {out} cannot be written: {error.strerror}") from None
-    tables = [markdown_table(part) for section in made[:1] for part in section.parts if isinstance(part, Table)]
-    return [*tables, *(f"left out: {line}" for line in missing), str(out / "index.html")]
+    final = made["final values"].parts if "final values" in made else []
+    return [*(markdown_table(part) for part in final if isinstance(part, Table)), *intro, str(out / "index.html")]
 
 
-def command_line(args: Sequence[str]) -> str:
-    """The command as a shell takes it."""
-    return shlex.join(["attnres_lit", "report", *args])
+def unfinished(study: Study) -> list[str]:
+    """A line on the runs that are in no table, if there are any."""
+    states = {run.name: run.state(study.metric) for run in study.runs}
+    left = [f"{name} ({state})" for name, state in states.items() if state != "finished"]
+    return [f"In no table, since they are not finished: {', '.join(left)}."] if left else []

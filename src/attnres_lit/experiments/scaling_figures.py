@@ -13,12 +13,13 @@ from attnres_lit.experiments.drawing import heat_map, panels
 from attnres_lit.experiments.scaling import Fit
 
 Points = Mapping[float, list[float]]  # losses of the seeds of a size, by its compute
+Advantages = Mapping[str, tuple[float, tuple[float, float]]]  # of a variant, with its interval
 
 
 def scaling(
     points: Mapping[str, Points],
     fits: Mapping[str, Fit],
-    advantages: Mapping[str, float],
+    advantages: Advantages,
     at_loss: float,
     baseline: str | None,
     metric: str,
@@ -46,11 +47,11 @@ def scaling(
         if len(fit.samples):
             band = np.quantile([each.loss(grid) for each in fit.resampled()], [0.025, 0.975], axis=0)
             axes.fill_between(grid, *band, color=colours[label], alpha=0.12, linewidth=0)
-    if baseline is not None and advantages:
+    if baseline and advantages:
         axes.axhline(at_loss, color="#999999", linewidth=0.8, linestyle=":")
         for label in (baseline, *advantages):
             axes.plot([fits[label].compute(at_loss)], [at_loss], "|", color=colours[label], markersize=14)
-        said = "\n".join(f"{label}: {ratio:.2f}x" for label, ratio in advantages.items())
+        said = "\n".join(f"{label}: {ratio:.2f}x" for label, (ratio, _) in advantages.items())
         text = f"compute advantage over {baseline}\nat {metric} {at_loss:.3f}\n{said}"
         axes.text(0.02, 0.03, text, transform=axes.transAxes, va="bottom", fontsize=8)
     axes.set(xscale="log", yscale="log", xlabel="compute C of training, PFLOP/s-days", ylabel=metric)
@@ -73,17 +74,14 @@ def architectures(
         metric: in the cells.
         with_report: the report's maps below them.
     """
-    figure, grid = panels((2 if with_report else 1) * max(2, len(found)), max(2, len(found)), 4.4, 2.7)
     low, high = float(np.nanmin(list(found.values()))), float(np.nanmax(list(found.values())))
-    for axes, (label, values) in zip(grid, found.items(), strict=False):
-        _architecture(axes, f"{label}: {metric}", values, columns, rows, (low, high))
-    for axes in grid[len(found) :]:
-        axes.set_axis_off()
+    maps = [(f"{label}: {metric}", values, columns, rows, (low, high)) for label, values in found.items()]
     if with_report:
-        for axes, (label, theirs) in zip(grid[max(2, len(found)) :], paper.ARCHITECTURES.items(), strict=False):
-            axes.set_axis_on()
-            title = f"the report, {label}: loss"
-            _architecture(axes, title, theirs, paper.DIM_BY_LAYERS, paper.HEADS_BY_LAYERS, paper.ARCHITECTURE_LOSSES)
+        of_report = (paper.DIM_BY_LAYERS, paper.HEADS_BY_LAYERS, paper.ARCHITECTURE_LOSSES)
+        maps += [(f"the report, {label}: loss", theirs, *of_report) for label, theirs in paper.ARCHITECTURES.items()]
+    figure, grid = panels(len(maps), 2, 4.4, 2.7)
+    for axes, each in zip(grid, maps, strict=True):
+        _architecture(axes, *each)
     return figure
 
 

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from attnres_lit.experiments.bench import Bench
 from attnres_lit.experiments.records import Run
+from attnres_lit.experiments.variants import Setting
 
 LOSS = "val/loss"  # what the report on Attention Residuals compares
 
@@ -20,14 +20,14 @@ class Study:
 
     Args:
         runs: all of them.
-        benches: those that may be compared, small ones first.
+        settings: those that may be compared, small ones first.
         metric: that is compared.
         at_loss: where computes are compared; None: what the baseline reaches at its largest size.
         colours: of variants, by label.
     """
 
     runs: Sequence[Run]
-    benches: Sequence[Bench]
+    settings: Sequence[Setting]
     metric: str
     at_loss: float | None
     colours: Mapping[str, str]

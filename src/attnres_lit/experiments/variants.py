@@ -1,4 +1,4 @@
-"""Runs side by side: a bench holds those that may be compared, for they have one network, one text and one length."""
+"""Runs side by side: variants, which differ in the seed alone, and settings, within which variants may be compared."""
 
 import math
 import re
@@ -10,6 +10,8 @@ import pandas as pd
 from attnres_lit.checks import nearest
 from attnres_lit.experiments import paper
 from attnres_lit.experiments.records import Run, last
+
+ALIKE = 1.25  # budgets that are within this factor of one another are one
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,13 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Variants that may be compared.
+class Setting:
+    """Variants that may be compared: with one network but for its residual, one text, and one number of tokens.
 
     Args:
-        label: what sets it apart from other benches; "" if there is one only.
+        label: what sets it apart from other settings; "" if there is one only.
         variants: by label, the baseline first.
-        baseline: a label; None: there is none in this bench.
+        baseline: a label; None: there is none in this setting.
     """
 
     label: str
@@ -91,11 +93,11 @@ class Bench:
         return next((each.sublayers for each in costs if each), None)
 
 
-def benches(runs: Sequence[Run], metric: str, baseline: str | None) -> list[Bench]:
-    """The benches of all runs, small ones first.
+def settings(runs: Sequence[Run], metric: str, baseline: str | None) -> list[Setting]:
+    """The settings of all runs, small ones first.
 
-    A label is the name of a variant; with several benches, without the words (between dashes) that all variants of its
-    bench have in common and no other bench has: those are the bench's own.
+    A label is the name of a variant; with several settings, without the words (between dashes) that all variants of its
+    setting have in common and no other setting has: those are the setting's own.
 
     Args:
         runs: at least one.
@@ -107,7 +109,7 @@ def benches(runs: Sequence[Run], metric: str, baseline: str | None) -> list[Benc
     """
     groups: dict[str, dict[str, list[Run]]] = {}
     for run in runs:
-        groups.setdefault(run.bench(), {}).setdefault(run.variant, []).append(run)
+        groups.setdefault(run.setting(), {}).setdefault(run.variant, []).append(run)
     others = len(groups) > 1
     words = [[set(name.split("-")) for name in group] for group in groups.values()]
     found = []
@@ -127,19 +129,21 @@ def benches(runs: Sequence[Run], metric: str, baseline: str | None) -> list[Benc
     known = list(dict.fromkeys(label for _, variants in found for label in variants))
     if baseline is not None and baseline not in known:
         raise ValueError(f"--baseline {baseline}: there is {', '.join(known)}{nearest(baseline, known)}")
-    made = [_bench(label, variants, baseline, known[0]) for label, variants in found]
-    return sorted(made, key=lambda bench: (bench.flops or math.inf, bench.size or math.inf, _natural(bench.label)))
+    made = [_setting(label, variants, baseline, known[0]) for label, variants in found]
+    work = [setting.flops or math.inf for setting in made]
+    differ = max(work) > ALIKE * min(work)
+    return sorted(made, key=lambda setting: (differ and (setting.flops or math.inf), _natural(setting.label)))
 
 
-def _bench(label: str, variants: dict[str, Variant], asked: str | None, first: str) -> Bench:
+def _setting(label: str, variants: dict[str, Variant], asked: str | None, first: str) -> Setting:
     prenorm = [name for name, variant in variants.items() if variant.one.residual == "PreNorm"]
     chosen = next((each for each in ([asked] if asked else [*prenorm, first]) if each in variants), None)
     order = sorted(variants, key=lambda name: (name != chosen, *_rank(variants[name])))
-    return Bench(label, {name: variants[name] for name in order}, chosen)
+    return Setting(label, {name: variants[name] for name in order}, chosen)
 
 
 def _shape(run: Run) -> str:
-    """What a bench is called if the names of its runs do not say."""
+    """What a setting is called if the names of its runs do not say."""
     dim, layers = run.of("model", "config", "dim"), run.of("model", "config", "num_layers")
     return f"D={dim} layers={layers} steps={run.max_steps}"
 
@@ -155,6 +159,6 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 
-def labels(found: Sequence[Bench]) -> list[str]:
+def labels(found: Sequence[Setting]) -> list[str]:
     """All labels, each once, the baseline first."""
-    return list(dict.fromkeys(label for bench in found for label in bench.variants))
+    return list(dict.fromkeys(label for setting in found for label in setting.variants))

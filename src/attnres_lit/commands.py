@@ -266,16 +266,8 @@ def report(args: Sequence[str]) -> None:
         raise ValueError(f"--at_loss {options.at_loss} must be above 0")
     from attnres_lit.experiments.report import report as write  # pandas and scipy take a while to import
 
-    asked = (options.metric, options.baseline, options.at_loss)
-    print(
-        *write(
-            options.runs,
-            options.out or options.runs[0] / "report",
-            *asked,
-            shlex.join(["attnres_lit", "report", *args]),
-        ),
-        sep="\n",
-    )
+    asked = (options.metric, options.baseline, options.at_loss, shlex.join(["attnres_lit", "report", *args]))
+    print(*write(options.runs, options.out or options.runs[0] / "report", *asked), sep="\n")
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {

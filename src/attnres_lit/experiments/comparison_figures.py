@@ -29,20 +29,21 @@ def ablations(
     shown = table.drop(index=baseline).iloc[::-1]
     width, height = 4.2 if reported else 6.0, 0.8 + 0.27 * len(shown)
     figure, grid = panels(2 if reported else 1, 2, width, height, sharey=True)
-    rows = np.arange(len(shown))
+    rows = range(len(shown))
     ours = grid[0]
     for row, (label, found) in zip(rows, shown.iterrows(), strict=True):
         _interval(ours, found["difference"], row, found["pooled"], colours[str(label)])
     ours.set(title=f"here: {metric}, difference to {baseline}", ylim=(-0.6, len(shown) - 0.4))
     ours.set_yticks(rows, [str(label) for label in shown.index])
     if reported:
-        at = [(reported[str(label)], row) for row, label in zip(rows, shown.index, strict=True) if label in reported]
-        grid[1].plot(*np.transpose(at), "D", color=REPORT)
+        for row, label in zip(rows, shown.index, strict=True):
+            if label in reported:
+                grid[1].plot([reported[str(label)]], [row], "D", color=REPORT)
         grid[1].set_title("the report: loss, difference to PreNorm")
     for axes in grid:
         axes.axvline(0, color=BASELINE, linewidth=1)
         axes.tick_params(axis="y", length=0)
-        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     return figure
 
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -54,6 +56,9 @@ def _band(axes: Axes, by_seed: pd.DataFrame, label: str, colour: str) -> None:
     if by_seed.empty:
         return
     mean, error = by_seed.mean(axis=1), by_seed.sem(axis=1).fillna(0.0)
+    if colour == PALE:
+        axes.plot(mean.index, mean, color=colour, linewidth=0.8)
+        return
     axes.plot(mean.index, mean, color=colour, label=label, marker="o", markersize=2.5)
     axes.fill_between(mean.index, mean - error, mean + error, color=colour, alpha=0.2, linewidth=0)
 
@@ -69,7 +74,7 @@ def _figure(settings: Sequence[Setting], colours: Mapping[str, str], draw: Draw)
         for label in reversed(setting.variants):  # the baseline on top
             draw(axes, setting, label, colours[label])
         axes.set(title=setting.label, xlabel="step")
-    drawn: dict[str, object] = {}
+    drawn: dict[str, Artist] = {}
     for axes in grid:
         for line, label in zip(*axes.get_legend_handles_labels(), strict=True):
             drawn.setdefault(label, line)
@@ -99,9 +104,9 @@ def _one_by_one(setting: Setting, colours: Mapping[str, str], draw: Draw) -> Fig
 
 def _cut(axes: Axes, *inside: float) -> None:
     """Leave the beginning of training out of the range of y; these values are in it."""
-    lines = [line.get_data() for line in axes.get_lines() if len(line.get_xdata()) > 2]
-    end = max((max(x) for x, _ in lines), default=0)
-    late = [*inside, *(y for line in lines for x, y in zip(*line, strict=True) if x >= SKIPPED * end)]
+    points = [line.get_xydata() for line in axes.get_lines() if len(np.asarray(line.get_xdata())) > 2]
+    x, y = np.concatenate([np.empty((0, 2)), *points]).T
+    late = [*inside, *y[x >= SKIPPED * max(x, default=0)]]
     if len(set(late)) > 1:
         margin = 0.06 * (max(late) - min(late))
         axes.set_ylim(min(late) - margin, max(late) + margin)

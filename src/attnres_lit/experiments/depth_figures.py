@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
@@ -60,14 +61,15 @@ def depth_weights(label: str, table: np.ndarray, site_numbers: np.ndarray, entro
     kinds = {"before attention": slice(0, sites - 1, 2), "before MLP": slice(1, sites - 1, 2)}
     height = 1.1 + 0.17 * (sites / 2 + 1)
     figure = Figure(figsize=(min(3.6 + 0.24 * 2 * sources, 11), height), layout="constrained")
+    norm = PowerNorm(0.5, 0, 1)  # the root tells small weights apart
     grid = figure.subplots(1, 4, width_ratios=(4, 1, 4, 1))
     for (kind, chosen), axes, bars in zip(kinds.items(), grid[::2], grid[1::2], strict=True):
         at = np.r_[np.arange(sites)[chosen], sites - 1]
         names = [*(str(site // 2) for site in site_numbers[chosen]), "exit"]
-        image = heat_map(axes, table[at], source_names(sources), names, cmap="viridis", norm=PowerNorm(0.5, 0, 1))
+        heat_map(axes, table[at], source_names(sources), names, cmap="viridis", norm=norm)
         axes.set(title=f"{label}, {kind}", xlabel="source", ylabel="layer")
         bars.barh(np.arange(len(at)), np.nan_to_num(entropy[at]), color="#31688e")
         bars.set(title="entropy", xlim=(0, 1), ylim=(len(at) - 0.5, -0.5), yticks=[], xticks=[0, 1])
         bars.grid(visible=False, axis="y")
-    figure.colorbar(image, ax=grid[-1], ticks=TICKS, label=WEIGHT, fraction=0.3)
+    figure.colorbar(ScalarMappable(norm, "viridis"), ax=grid[-1], ticks=TICKS, label=WEIGHT, fraction=0.3)
     return figure

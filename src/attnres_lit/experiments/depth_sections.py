@@ -1,12 +1,10 @@
 """Sections on what happens along depth (report, Fig. 5 and 8)."""
 
-import re
-
 import numpy as np
 import pandas as pd
 
 from attnres_lit.experiments import depth_figures
-from attnres_lit.experiments.page import Picture, Section, Table
+from attnres_lit.experiments.page import Picture, Section, Table, file_name
 from attnres_lit.experiments.records import by_layer
 from attnres_lit.experiments.study import LeftOut, Study, number
 from attnres_lit.experiments.variants import Setting
@@ -61,9 +59,8 @@ def depth_weights(study: Study) -> Section:
         table = np.mean([each.table for each in seeds], axis=0)
         entropies = np.array([each.entropy for each in seeds])
         shown = entropies.mean(axis=0)
-        name = "depth_weights_" + re.sub(r"[^\w.=-]", "_", label)
         figure = depth_figures.depth_weights(label, table, seeds[0].sites, shown)
-        parts.append(Picture(name, figure, f"what the sites of {label} read"))
+        parts.append(Picture(file_name("depth_weights", label), figure, f"what the sites of {label} read"))
         kinds = (entropies[:, 0:-1:2], entropies[:, 1:-1:2], entropies[:, -1:])
         lines.append([label, *(mean(pd.DataFrame(kind).mean(axis=1)) for kind in kinds)])
     head = ["mean entropy", "before attention", "before MLP", "exit"]
@@ -87,5 +84,6 @@ def _of(setting: Setting) -> str:
 
 def mean(seeds: pd.Series) -> str:
     """Mean and standard error."""
-    error = seeds.sem()
-    return number(seeds.mean(), ".3g") + ("" if np.isnan(error) else f" ± {error:.2g}")
+    values = seeds.dropna().to_numpy(dtype=float)
+    error = f" ± {values.std(ddof=1) / len(values) ** 0.5:.2g}" if len(values) > 1 else ""
+    return number(float(values.mean()) if len(values) else None, ".3g") + error

@@ -62,12 +62,10 @@ def heat_map(axes: Axes, table: np.ndarray, columns: Sequence[str], rows: Sequen
 
 def files(figure: Figure) -> dict[str, bytes]:
     """The figure as PNG and SVG, by suffix."""
-    found = {}
-    for suffix, options in ((".png", {"dpi": 160}), (".svg", {"metadata": {"Date": None}})):
-        file = io.BytesIO()
-        figure.savefig(file, format=suffix[1:], facecolor="white", **options)
-        found[suffix] = file.getvalue()
-    return found
+    png, svg = io.BytesIO(), io.BytesIO()
+    figure.savefig(png, format="png", facecolor="white", dpi=160)
+    figure.savefig(svg, format="svg", facecolor="white", metadata={"Date": None})
+    return {".png": png.getvalue(), ".svg": svg.getvalue()}
 
 
 def look() -> Any:

@@ -3,7 +3,7 @@
 import pandas as pd
 
 from attnres_lit.experiments import comparison_figures, curve_figures, paper
-from attnres_lit.experiments.page import Picture, Section, Table
+from attnres_lit.experiments.page import Picture, Section, Table, file_name
 from attnres_lit.experiments.statistics import compare
 from attnres_lit.experiments.study import LOSS, LeftOut, Study, number, with_interval
 from attnres_lit.experiments.variants import Setting, labels
@@ -26,7 +26,8 @@ def curves(study: Study) -> Section:
         raise LeftOut(f"{study.metric} was logged at one step only")
     figure = curve_figures.curves(study.settings, study.metric, study.colours)
     parts: list = [
-        f"{study.metric}: the mean over seeds; the band is one standard error. Dashed: runs that are not finished.",
+        f"{study.metric}: the mean over seeds; the band is one standard error. Dashed: runs that are not finished. If "
+        "every variant has a panel, the baseline is dark and the others are pale.",
         Picture("curves", figure, f"{study.metric} over steps"),
     ]
     compared = [setting for setting in study.settings if setting.compared_to and len(setting.values()) > 1]
@@ -66,7 +67,7 @@ def _one(study: Study, setting: Setting) -> list[Table | Picture]:
     lines = []
     for label, found in table.iterrows():
         costs, row = setting.variants[str(label)].one.costs, rows[str(label)]
-        line = [str(label), number(costs and costs.parameters, ",")]
+        line = [str(label), number(costs.parameters if costs else None, ",")]
         line += [number(found["mean"]), number(found["error"]), str(int(found["seeds"]))]
         if setting.compared_to:
             is_base = label == setting.compared_to
@@ -81,8 +82,9 @@ def _one(study: Study, setting: Setting) -> list[Table | Picture]:
         base = setting.compared_to
         reported = {each: row.loss - paper.BASELINE for each, row in rows.items() if row and told and each != base}
         figure = comparison_figures.ablations(table, reported, study.metric, base, study.colours)
-        name = "comparison" + (f"_{setting.label}" if setting.label else "")
-        parts.append(Picture(name, figure, f"differences to {base} with their intervals"))
+        parts.append(
+            Picture(file_name("comparison", setting.label), figure, f"differences to {base} with their intervals")
+        )
     return parts
 
 

@@ -65,8 +65,8 @@ def _events(folder: Path) -> Curves:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # slow to import
 
     reader = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 1}).Reload()
-    curves = {}
-    for metric in reader.Tags()["scalars"]:
+    curves: Curves = {}
+    for metric in list(reader.scalars.Keys()):
         points = {event.step + 1: event.value for event in reader.Scalars(metric)}
         curves[metric] = pd.Series(points, dtype=float).sort_index()
     curves.pop("epoch", None)

@@ -1,6 +1,7 @@
 """A report as one HTML page that needs nothing else, and as Markdown with its pictures beside it."""
 
 import base64
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -46,6 +47,11 @@ class Section:
 
     title: str
     parts: Sequence[str | Table | Picture]
+
+
+def file_name(what: str, label: str) -> str:
+    """Of a picture of something that has a label, without what a name of a file should not have."""
+    return re.sub(r"[^\w.=-]+", "_", f"{what}_{label}").strip("_")
 
 
 def markdown(title: str, intro: Sequence[str], sections: Sequence[Section], command: str) -> str:

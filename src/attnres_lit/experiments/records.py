@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import yaml
 
 from attnres_lit.experiments.logs import Curves, read_logs, run_folders
 from attnres_lit.inference.load import strategy
-from attnres_lit.model import Transformer, TransformerConfig
+from attnres_lit.model import ResidualFactory, Transformer, TransformerConfig
 from attnres_lit.parallel.cost_model import flops, parameters
 from attnres_lit.training.hparams import defaults
 
@@ -79,7 +79,7 @@ class Run:
     weights: Weights | None
     residual: str
     options: Mapping[str, Any]
-    variant: str = field(default="", compare=False)
+    variant: str = ""
 
     @property
     def seed(self) -> int:
@@ -164,44 +164,49 @@ def read_runs(roots: Iterable[Path]) -> list[Run]:
     folders = dict.fromkeys(folder.resolve() for root in roots for folder in run_folders(root))
     runs = [read_run(folder) for folder in folders]
     names = [run.name for run in runs]
-    return [
-        Run(**{**vars(run), "name": name, "variant": variant})
-        for run, name, variant in _named([(run, names.count(run.name) > 1) for run in runs])
+    runs = [
+        replace(run, name=f"{run.folder.parent.name}/{run.name}") if names.count(run.name) > 1 else run for run in runs
     ]
-
-
-def _named(runs: list[tuple[Run, bool]]) -> Iterable[tuple[Run, str, str]]:
-    """Every run with its name, after its parent's where two folders have one, and its variant."""
-    named = [(run, f"{run.folder.parent.name}/{run.name}" if twice else run.name) for run, twice in runs]
     settings: dict[str, set[str]] = {}
-    for run, name in named:
-        settings.setdefault(SEED.sub("", name), set()).add(run.all_settings())
-    for run, name in named:
-        short = SEED.sub("", name)
-        yield run, name, short if len(settings[short]) == 1 else name
+    for run in runs:
+        settings.setdefault(SEED.sub("", run.name), set()).add(run.all_settings())
+    return [
+        replace(run, variant=short if len(settings[short := SEED.sub("", run.name)]) == 1 else run.name) for run in runs
+    ]
 
 
 def read_run(folder: Path) -> Run:
     """One run; what its folder does not say is left open."""
     config = _yaml(folder / "config.yaml")
     hparams = _yaml(folder / "hparams.yaml") or _yaml(next(iter(folder.glob("csv/version_*/hparams.yaml")), folder))
-    model = config.get("model") if isinstance(config.get("model"), Mapping) else {}
-    sizes = {**(hparams.get("config") or {}), **{k: v for k, v in (model.get("config") or {}).items() if v is not None}}
-    described = model.get("residual") or hparams.get("residual") or {}
-    described = described if isinstance(described, Mapping) else {"class_path": str(described)}
-    residual, options = str(described.get("class_path", "")).rpartition(".")[2], described.get("init_args") or {}
+    model = {**hparams, **{key: value for key, value in _mapping(config.get("model")).items() if value is not None}}
+    described = _mapping(model.get("residual"))
+    path, options = str(described.get("class_path", "")), _mapping(described.get("init_args"))
+    costs = None
     try:
-        factory = strategy({"class_path": described.get("class_path", ""), "init_args": options})
-        options = defaults(factory.func) | options
-        with torch.device("meta"):
-            built = Transformer(TransformerConfig(**sizes), factory)
-        counts = parameters(built, built.residual.num_sites)
-        seq_len = (config.get("data") or {}).get("seq_len") or built.config.max_seq_len
-        per_token = flops(built.config, seq_len, again=False).training
-        costs = Costs(counts.total, sum(counts.sublayers), per_token)
+        factory = strategy({"class_path": path, "init_args": options})
+        options = {**defaults(factory.func), **options}  # pyrefly: ignore[bad-argument-type] - a class, which it checks
+        sizes = {**_mapping(hparams.get("config")), **_mapping(model.get("config"))}
+        sizes["vocab_size"] = sizes.get("vocab_size") or _mapping(hparams.get("config")).get("vocab_size")
+        costs = costs_of(factory, sizes, _mapping(config.get("data")).get("seq_len"))
     except (ValueError, TypeError):  # of another version, or a strategy that is not installed here
-        costs = None
-    return Run(folder.name, folder, config, read_logs(folder), costs, _weights(folder), residual, options)
+        pass
+    weights = _weights(folder)
+    return Run(folder.name, folder, config, read_logs(folder), costs, weights, path.rpartition(".")[2], options)
+
+
+def costs_of(factory: ResidualFactory, sizes: Mapping[str, Any], seq_len: int | None) -> Costs:
+    """Of a model with these sizes, in sequences of so many tokens."""
+    with torch.device("meta"):
+        model = Transformer(TransformerConfig(**sizes), factory)
+    counts = parameters(model, model.residual.num_sites)
+    per_token = flops(model.config, seq_len or model.config.max_seq_len, again=False).training
+    return Costs(counts.total, sum(counts.sublayers), per_token)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """It, or nothing if it is none."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _yaml(path: Path) -> dict[str, Any]:

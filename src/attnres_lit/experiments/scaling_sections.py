@@ -39,9 +39,9 @@ def scaling(study: Study) -> Section:
         inside = min(fits[base].loss(computes)) <= at_loss <= max(fits[base].loss(computes))
         parts.append(
             f"The compute advantage is what {base} takes to reach a {study.metric} of {at_loss:.4f}, over what the "
-            f"variant takes, by their fits{'' if inside else ' (extrapolated: the loss is out of their range)'}. Intervals "
-            "and bands are 95% of a bootstrap over the seeds of every size: too narrow if those are few, and silent on "
-            "whether a power law holds."
+            f"variant takes, by their fits{'' if inside else ' (extrapolated: the loss is out of their range)'}. "
+            "Intervals and bands are 95% of a bootstrap over the seeds of every size: too narrow if those are few, and "
+            "silent on whether a power law holds."
         )
     if study.metric == LOSS:
         rows = [[f"{size}M", *(f"{losses[size]:.3f}" for losses in paper.SCALING.values())] for size in paper.SIZES]
@@ -56,9 +56,10 @@ def losses_by_compute(study: Study) -> dict[str, dict[float, list[float]]]:
     """Of every variant, the losses of all seeds, by PFLOP/s-days."""
     points: dict[str, dict[float, list[float]]] = {}
     for setting in study.settings:
-        for label, row in setting.values().iterrows() if setting.flops else ():
-            found = points.setdefault(str(label), {}).setdefault(setting.flops / PFLOPS_DAY, [])
-            found += row.dropna().tolist()
+        for label, row in setting.values().iterrows():
+            if setting.flops:
+                found = points.setdefault(str(label), {}).setdefault(setting.flops / PFLOPS_DAY, [])
+                found += row.dropna().tolist()
     if any(loss <= 0 for sizes in points.values() for losses in sizes.values() for loss in losses):
         raise LeftOut(f"a power law takes positive values, and {study.metric} has others")
     return points

@@ -26,46 +26,46 @@ def compare(values: pd.DataFrame, baseline: str | None) -> pd.DataFrame:
         is that of the two-way layout and not of the means. The own interval is of paired differences if the two have
         the same seeds, else Welch's.
     """
-    table = pd.DataFrame(
-        {"mean": values.mean(axis=1), "error": values.sem(axis=1), "seeds": values.count(axis=1).astype(int)}
-    )
+    table = pd.DataFrame({"mean": values.mean(axis=1), "error": values.sem(axis=1), "seeds": values.count(axis=1)})
     if baseline is not None:
-        rows = [_against(values, each, baseline) for each in values.index]
-        table[["difference", "pooled", "own"]] = np.array(rows).reshape(-1, 3)
+        points, at = values.to_numpy(dtype=float), list(values.index).index(baseline)
+        rows = [_against(points, row, at) for row in range(len(points))]
+        table[["difference", "pooled", "own"]] = np.array(rows)
     return table
 
 
-def _against(values: pd.DataFrame, variant: str, baseline: str) -> tuple[float, float, float]:
-    if variant == baseline:
+def _against(points: np.ndarray, row: int, baseline: int) -> tuple[float, float, float]:
+    if row == baseline:
         return 0.0, np.nan, np.nan
-    difference, pooled = _two_way(values, variant, baseline)
-    return difference, pooled, _own(values.loc[variant].dropna(), values.loc[baseline].dropna())
+    return *_two_way(points, row, baseline), _own(points[row], points[baseline])
 
 
-def _two_way(values: pd.DataFrame, variant: str, baseline: str) -> tuple[float, float]:
+def _two_way(points: np.ndarray, row: int, baseline: int) -> tuple[float, float]:
     """The difference of two rows of a layout variant + seed, by least squares, and half of its interval."""
-    points = values.to_numpy(dtype=float)
     rows, columns = np.nonzero(np.isfinite(points))
     y = points[rows, columns]
-    x = np.concatenate([np.eye(len(values))[rows], np.eye(points.shape[1])[columns]], axis=1)
+    x = np.concatenate([np.eye(points.shape[0])[rows], np.eye(points.shape[1])[columns]], axis=1)
     contrast = np.zeros(x.shape[1])
-    contrast[values.index.get_loc(variant)], contrast[values.index.get_loc(baseline)] = 1, -1
+    contrast[row], contrast[baseline] = 1, -1
     inverse = np.linalg.pinv(x.T @ x)
+    if not np.allclose(contrast @ inverse @ x.T @ x, contrast):  # no seed links the two
+        return float(np.nanmean(points[row]) - np.nanmean(points[baseline])), np.nan
     coefficients = inverse @ x.T @ y
     free = len(y) - np.linalg.matrix_rank(x)
-    noise = float(np.sum((y - x @ coefficients) ** 2) / free) if free > 0 else np.nan
-    if not np.allclose(contrast @ inverse @ x.T @ x, contrast):  # no seed links the two
-        return float(values.loc[variant].mean() - values.loc[baseline].mean()), np.nan
-    error = np.sqrt(noise * (contrast @ inverse @ contrast))
-    return float(contrast @ coefficients), float(stats.t.ppf((1 + LEVEL) / 2, free) * error) if free > 0 else np.nan
+    if free == 0:
+        return float(contrast @ coefficients), np.nan
+    noise = np.sum((y - x @ coefficients) ** 2) / free
+    half = stats.t.ppf((1 + LEVEL) / 2, free) * np.sqrt(noise * (contrast @ inverse @ contrast))
+    return float(contrast @ coefficients), float(half)
 
 
-def _own(ours: pd.Series, theirs: pd.Series) -> float:
+def _own(ours: np.ndarray, theirs: np.ndarray) -> float:
     """Half of the interval of a difference of means, from these two alone."""
-    if min(len(ours), len(theirs)) < 2:
+    has_ours, has_theirs = np.isfinite(ours), np.isfinite(theirs)
+    if min(has_ours.sum(), has_theirs.sum()) < 2:
         return np.nan
-    if set(ours.index) == set(theirs.index):
-        difference = ours - theirs
-        return float(stats.t.ppf((1 + LEVEL) / 2, len(difference) - 1) * difference.sem())
-    interval = stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval(LEVEL)
+    if np.array_equal(has_ours, has_theirs):
+        interval = stats.ttest_rel(ours[has_ours], theirs[has_ours]).confidence_interval(LEVEL)
+    else:
+        interval = stats.ttest_ind(ours[has_ours], theirs[has_theirs], equal_var=False).confidence_interval(LEVEL)
     return float(interval.high - interval.low) / 2

@@ -123,6 +123,22 @@ def test_resume_is_bit_for_bit(workdir, config):
     assert all(torch.equal(a, weights[1]["state_dict"][name]) for name, a in weights[0]["state_dict"].items())
 
 
+def test_layers_of_unequal_width(capfd):
+    run("fit", "block", "--model.config.hidden_dim=[16,80,24]", "--trainer.max_steps=2")
+    last = ["--trainer.max_steps=3", "--ckpt_path=last"]
+    run("fit", "block", "--model.config.hidden_dim=[16,80,24]", *last)
+    assert list(losses("runs/BlockAttnRes", 1)) == [2]
+    again = torch.load("runs/BlockAttnRes/checkpoints/last.ckpt", weights_only=True)
+    assert again["hyper_parameters"]["config"]["hidden_dim"] == [16, 80, 24]
+    assert again["state_dict"]["model.sublayers.3.mixer.up_proj.weight"].shape == (80, 16)
+    config = ["fit", "--config", str(CONFIGS / "block.yaml"), *TINY]
+    refused = fails(capfd, *config, "--model.config.hidden_dim=[80,16,24]", *last)
+    assert "hidden_dim=[16, 80, 24], this run asks for [80, 16, 24]: make them equal" in refused
+    assert "has 2 widths: give one for each of num_layers=3" in fails(
+        capfd, *config, "--model.config.hidden_dim=[16,80]"
+    )
+
+
 def test_killed_at_any_moment_and_resumed_is_bit_for_bit(workdir):
     """SIGKILL in the middle of a run in another process; what `last` holds continues to the very same end."""
     flags = [*TINY, "--trainer.val_check_interval=50", "--trainer.limit_val_batches=1", "--trainer.max_steps=60"]

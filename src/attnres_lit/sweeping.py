@@ -10,11 +10,10 @@ from typing import Any, NoReturn
 
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from attnres_lit.checks import check_config, explain
 from attnres_lit.cli import CLI, Parser, without_values
-from attnres_lit.experiments.cells import Budget, Sweep, read_sweep
+from attnres_lit.experiments.cells import Budget, Cell, Sweep, read_sweep
 from attnres_lit.experiments.sweep import QUIET, Job, done, run
 from attnres_lit.parallel.cost_model import flops, parameters
 from attnres_lit.planning import layout
@@ -53,9 +52,9 @@ class Reader(CLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """`fit` alone."""
-        return {"fit": LightningCLI.subcommands()["fit"]}
+        return {"fit": CLI.subcommands()["fit"]}
 
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+    def parse_arguments(self, parser: Any, args: Any) -> None:
         """Nothing yet."""
         self.config = Namespace(subcommand="fit", fit=Namespace(seed_everything=False))
 
@@ -117,6 +116,7 @@ def costs(sweep: Sweep, runs_dir: Path, reader: Reader) -> list[Cost]:
             per_token = flops(model.model.config, data.seq_len, again=False).training
             steps = cell.budget.num_steps(sum(counts.sublayers), per_step, per_token)
             arguments += schedule(cell.budget, config, steps)
+            check_settings(cell, arguments)
             check_same(reader, arguments, runs_dir / cell.name)
         except ValueError as error:
             raise ValueError(f"cell {cell.name}: {error}") from error
@@ -142,6 +142,13 @@ def schedule(budget: Budget, config: Namespace, steps: int) -> list[str]:
         f"--model.optim.total_steps={steps}",
         f"--model.optim.warmup_steps={round(budget.warmup * steps)}",
     ]
+
+
+def check_settings(cell: Cell, arguments: Sequence[str]) -> None:
+    """Refuse options that a sweep sets for every cell. Raises ValueError."""
+    for key in cell.settings:
+        if key in OF_A_PLACE or sum(each.startswith(f"--{key}=") for each in arguments) > 1:
+            raise ValueError(f"{key} is set by the sweep, from the budget and the names of the cells: leave it out")
 
 
 def check_same(reader: Reader, arguments: Sequence[str], folder: Path) -> None:
@@ -223,13 +230,13 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-def array_script(config: str, runs_dir: Path, cells: int) -> str:
-    """A SLURM job array with a task for each cell; a task that is requeued goes on from its checkpoint."""
+def array_script(config: str, runs_dir: Path, cells: Sequence[int]) -> str:
+    """A SLURM job array with a task for each of the cells; one that is requeued goes on from its checkpoint."""
     words = [sys.executable, "-m", "attnres_lit", "sweep", config, "--runs_dir", str(runs_dir)]
     return f"""#!/bin/bash
 # sbatch this from {Path.cwd()}; time, partition and GPUs are yours to add
 #SBATCH --job-name={runs_dir.name}
-#SBATCH --array=0-{cells - 1}
+#SBATCH --array={",".join(map(str, cells))}
 #SBATCH --output={runs_dir}/logs/slurm-%a.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
@@ -245,16 +252,16 @@ def sweep(
     folder = Path(runs_dir or Path("runs") / Path(config).stem)
     reader = Reader()
     found = costs(read, folder, reader)
-    if cells is not None:
-        if beyond := [number for number in cells if not 0 <= number < len(found)]:
-            raise ValueError(f"--cells {beyond[0]}: the cells are 0 to {len(found) - 1}")
-        found = [found[number] for number in cells]
+    chosen = range(len(found)) if cells is None else sorted(set(cells))
+    if beyond := [number for number in chosen if not 0 <= number < len(found)]:
+        raise ValueError(f"--cells {beyond[0]}: the cells are 0 to {len(found) - 1}")
+    found = [found[number] for number in chosen]
     if dry_run:
         print(table(found, speeds(found, reader), folder, at_once))
     elif slurm:
         script = folder / "sweep.sbatch"
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        script.write_text(array_script(config, folder, len(found)))
+        script.write_text(array_script(config, folder, chosen))
         print(f"sbatch {script}")
     else:
         failed = run([each.job for each in found], folder, at_once)

@@ -23,6 +23,7 @@ PLAIN = {
         "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 32},
     },
     "Mistral": {"num_heads": 5, "num_kv_heads": 1, "head_dim": 6},
+    "Llama, widths in a list": {"hidden_dim": [40, 40, 40]},
     "Qwen2": {"qkv_bias": True},
     "Qwen3": {"qk_norm": True, "head_dim": 12},
 }
@@ -32,6 +33,7 @@ CUSTOM = {
     "mhc": (MHC, {"tie_embeddings": True}),
     "denseformer": (DenseFormer, {}),
     "prenorm with all": (PreNorm, {"qkv_bias": True, "qk_norm": True}),
+    "prenorm of unequal widths": (PreNorm, {"hidden_dim": [24, 104, 8]}),
 }
 
 
@@ -121,7 +123,7 @@ def test_init_from_an_export_gives_the_tensors_back(name, tmp_path):
 
 
 def test_saved_again_by_transformers_it_stays_the_same(tmp_path):
-    model, theirs = exported(tmp_path / "out", MHC, tie_embeddings=True)
+    model, theirs = exported(tmp_path / "out", MHC, tie_embeddings=True, hidden_dim=[24, 104, 8])
     theirs.save_pretrained(tmp_path / "again")
     shutil.rmtree(tmp_path / "out")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True)

@@ -92,6 +92,21 @@ def test_hidden_dim_is_eight_thirds_rounded_up():
     assert build(hidden_dim=50).sublayers["1"].mixer.up_proj.out_features == 50
 
 
+def test_an_mlp_width_per_layer():
+    """Each layer's MLP has its own, and the same initial values as in a model in which all are as wide."""
+    widths = [8, 400, 24]
+    model = build(hidden_dim=widths)
+    for layer, width in enumerate(widths):
+        mlp, all_as_wide = (each.sublayers[str(2 * layer + 1)].mixer for each in (model, build(hidden_dim=width)))
+        assert mlp.up_proj.weight.shape == mlp.gate_proj.weight.shape == (width, 32)
+        assert mlp.down_proj.weight.shape == (32, width)
+        for name, weight in mlp.named_parameters():
+            assert torch.equal(weight, all_as_wide.get_parameter(name)), name
+    wide = model.sublayers["3"].mixer.down_proj.weight
+    assert wide.std().item() == pytest.approx(400**-0.5 / 6**0.5, rel=0.05)
+    assert build(hidden_dim=[50] * 3).config.mlp_dims == build(hidden_dim=50).config.mlp_dims
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -101,6 +116,13 @@ def test_hidden_dim_is_eight_thirds_rounded_up():
         ({"rope_theta": 0}, "rope_theta=0 must be above 0"),
         ({"norm_eps": -1.0}, "norm_eps=-1.0 at least 0"),
         ({"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
+        ({"hidden_dim": 0}, "hidden_dim=0 must be a whole number of at least 1"),
+        ({"hidden_dim": True}, "hidden_dim=True must be a whole number"),
+        ({"hidden_dim": [8, 8]}, r"hidden_dim=\[8, 8\] has 2 widths: give one for each of num_layers=3"),
+        ({"hidden_dim": []}, r"hidden_dim=\[\] has 0 widths"),
+        ({"hidden_dim": [8, 0, 8]}, r"hidden_dim=\[8, 0, 8\] must be a whole number of at least 1, or a list of them"),
+        ({"hidden_dim": [8, True, 8]}, r"hidden_dim=\[8, True, 8\] must be a whole number"),
+        ({"hidden_dim": [8, None, 8]}, r"hidden_dim=\[8, None, 8\] must be a whole number"),
     ],
 )
 def test_sizes_that_do_not_fit(config, message):

@@ -100,9 +100,9 @@ def test_parameters_of_a_built_model(path, tied):
         assert shared == 0  # every parameter belongs to one stage
 
 
-@pytest.mark.parametrize("kv_heads", [None, 1])
-def test_flops_of_a_built_model(kv_heads):
-    config = TransformerConfig(50, 32, 3, 4, num_kv_heads=kv_heads, max_seq_len=24)
+@pytest.mark.parametrize(("kv_heads", "hidden_dim"), [(None, None), (1, None), (None, [8, 200, 24])])
+def test_flops_of_a_built_model(kv_heads, hidden_dim):
+    config = TransformerConfig(50, 32, 3, 4, num_kv_heads=kv_heads, hidden_dim=hidden_dim, max_seq_len=24)
     model = Transformer(config, PreNorm)
     tokens = torch.randint(50, (2, 24))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -146,11 +146,11 @@ def fused_norm(monkeypatch):
 @pytest.mark.parametrize("again", [False, "read", True])
 @pytest.mark.parametrize("residual", STRATEGIES)
 def test_activations_as_measured(fused_norm, monkeypatch, residual, again):
-    """Bytes held between forward and backward, as the profiler counts them, within 1%."""
+    """Bytes held between forward and backward, as the profiler counts them, within 1%; of layers of unequal width."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
     from interleaved import memory
 
-    config = TransformerConfig(100, 96, 6, 4, num_kv_heads=2, max_seq_len=128)
+    config = TransformerConfig(100, 96, 6, 4, 2, hidden_dim=[32, 256, 512, 32, 256, 32], max_seq_len=128)
     model = Transformer(config, residual, checkpoint_activations=again, depth_backend="eager")
     tokens = torch.randint(100, (4, 128))
     held = memory(lambda: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))[0] / tokens.numel()
@@ -187,7 +187,7 @@ def kept(model, precision, again=False):
     """Bytes per token of the whole model, as a single stage."""
     stages = [range(model.config.num_sites)]
     fixed = head_bytes(model.config, precision) + 8
-    sublayers = 0 if again is True else model.config.num_layers * sum(sublayer_bytes(model.config, precision))
+    sublayers = 0 if again is True else sum(sublayer_bytes(model.config, precision))
     return fixed + sublayers + residual_bytes(model.residual, stages, precision, again)[0]
 
 

@@ -69,6 +69,15 @@ def test_of_a_model():
     assert partition(config, depth.cuts, 3, 128, [5, 7]) == [range(5), range(5, 7), range(7, 32)]
 
 
+def test_layers_of_unequal_cost():
+    """Most of the cost is in the last two of eight layers: halves by layers would be far from even."""
+    config = TransformerConfig(31, 32, 8, 2, hidden_dim=[8] * 6 + [512] * 2)
+    cost = costs(config, 32)
+    costlier = [max(sum(cost[:cut]), sum(cost[cut:])) for cut in range(1, 16)]
+    first, _ = partition(config, trace(BlockAttnRes(16, 32, num_blocks=8)).cuts, 2, 32)
+    assert costlier[first.stop - 1] <= min(costlier) * (1 + SLACK) < costlier[8 - 1] / 1.3
+
+
 @pytest.mark.parametrize("points", [[5], [7, 5], [0, 5], [5, 32], [5, 5], [3, 5, 7]])
 def test_refuses_split_points(points):
     config, depth = TransformerConfig(257, num_layers=16), trace(BlockAttnRes(32, 8))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from parallel.runs import STRATEGIES, assert_same_training, pipelined
+from training.tiny import tiny_config
 
 SINGLE, SEVERAL = ("GPipe", "1F1B"), ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 SETTINGS = [
@@ -84,6 +85,12 @@ def test_the_first_loss_with_and_without_the_cache(folder):
 def test_recomputed_activations(again, schedule, folder):
     options = {"schedule": schedule, "virtual_stages": 2, "steps": 5}
     assert_same_training(*pipelined(2, folder, "block", checkpoint_activations=again, **options))
+
+
+def test_layers_of_unequal_width(folder):
+    """Cut by cost: the first of two ranks has 14 of 16 sites."""
+    config = tiny_config(num_layers=8, hidden_dim=[8, 8, 8, 8, 8, 8, 96, 200])
+    assert_same_training(*pipelined(2, folder, "block", steps=5, config=config))
 
 
 def test_split_points(folder):

@@ -53,7 +53,7 @@ class Logged(Callback):
 
 def evaluate(folder, residual, pipeline):
     logged = Logged()
-    callbacks = [logged, DepthDynamics(every_n_steps=1), DepthWeights()]
+    callbacks = [logged, DepthDynamics(every_n_steps=1), DepthWeights(folder)]
     logger = TensorBoardLogger(folder, name="", version=str(bool(pipeline)))
     trainer, module = setup(folder, residual, pipeline, callbacks=callbacks, logger=logger, log_every_n_steps=1)
     trainer.fit(module, Data())
@@ -77,7 +77,7 @@ def test_evaluation_and_depth_callbacks(residual, tmp_path):
     assert predictions.equal(other[1])
     assert depth == pytest.approx(expected[2], rel=1e-4)
     assert len(depth) == 3 * 2 * 4  # steps, kinds, layers
-    assert len(tables) == len(expected[3]) == (residual is BlockAttnRes) * 2  # after the fit, and by validate
+    assert len(tables) == len(expected[3]) == (residual is BlockAttnRes)  # after the fit
     for table, wanted in zip(tables, expected[3], strict=True):
         assert list(table) == list(wanted) == list(range(9))  # every site, and the exit
         for site, row in table.items():

@@ -11,9 +11,9 @@ from jsonargparse import Namespace
 
 from attnres_lit.cli import main
 from attnres_lit.model import Transformer, TransformerConfig
-from attnres_lit.parallel.activations import Precision
+from attnres_lit.parallel.activations import Precision, sublayer_bytes
 from attnres_lit.parallel.cost_model import Hardware
-from attnres_lit.parallel.plan import data_parallel_bytes, plan
+from attnres_lit.parallel.plan import data_parallel_bytes, plan, recomputed_bytes
 from attnres_lit.parallel.settings import PipelineSettings
 from attnres_lit.parallel.show import si, table, timeline
 from attnres_lit.planning import layout
@@ -87,6 +87,32 @@ def test_recomputation_trades_time_for_memory():
     assert kept[0] > kept[1] > kept[2]
     seconds = [each["step"]["seconds"] for each in (plain, read, whole)]
     assert seconds[0] < seconds[1] < seconds[2]
+
+
+def test_layers_of_unequal_width():
+    """Two ranks, one of which has the wide MLP: it takes more memory and time, and computes it again."""
+    config = TransformerConfig(100, 64, 4, 4, hidden_dim=[16, 1024, 16, 16], max_seq_len=64)
+    for again in (False, True):
+        with torch.device("meta"):
+            made = Transformer(config, PreNorm, checkpoint_activations=again)
+        numbers = planned(made, 2, schedule="GPipe", virtual=1, split_points=[3]).numbers  # site 3 is the wide one
+        assert [stage["parameters"] for stage in numbers["stages"]] == [
+            sum(p.numel() for p in (*made.embedding.parameters(), *sites(made, range(3)))),
+            sum(p.numel() for p in (*made.head.parameters(), *made.norm.parameters(), *sites(made, range(3, 8)))),
+        ]
+        first, second = (rank["activation_bytes"] for rank in numbers["ranks"])
+        wide = 8 * 64 * 4 * 1024 * 2  # 8 microbatches of 64 tokens, four tensors of that width, bf16
+        assert second - first > (wide / 8 if again else wide)
+    sizes = Precision.of("bf16-mixed")
+    kept = sublayer_bytes(config, sizes)
+    back = recomputed_bytes(PreNorm(8, 64), [range(3), range(3, 8)], kept, sizes)
+    streams = recomputed_bytes(PreNorm(8, 64), [range(3), range(3, 8)], [0] * 8, sizes)
+    assert back[0] == streams[0] + kept[0] + kept[1]
+    assert back[1] == pytest.approx(kept[3], rel=0.1)  # without the attention of its layer, which is before the cut
+
+
+def sites(made, of):
+    return [parameter for site in of for parameter in made.sublayers[str(site)].parameters()]
 
 
 def test_a_single_rank_without_a_pipeline():

@@ -107,9 +107,10 @@ def test_optimizer_settings_of_the_resumed_run_hold(interrupted, tmp_path):
         ),
         ({"residual": MHC}, r"with model.residual=attnres_lit.BlockAttnRes, this run asks for attnres_lit.MHC: make"),
         ({"config": tiny_config(num_heads=4)}, r"model.config.num_heads=2, this run asks for 4"),
+        ({"config": tiny_config(hidden_dim=[40, 48])}, r"hidden_dim=None, this run asks for \[40, 48\]: make"),
         ({"fp32_residual": True}, r"model.fp32_residual=False, this run asks for True"),
     ],
-    ids=["option", "two-options", "strategy", "config", "fp32"],
+    ids=["option", "two-options", "strategy", "config", "widths", "fp32"],
 )
 def test_another_architecture_is_refused(changes, message, interrupted, tmp_path):
     block = partial(BlockAttnRes, num_blocks=2)

@@ -39,6 +39,13 @@ def test_two_graphs_in_training(path, num_layers, counter):
     assert counter.frame_count == 2
 
 
+def test_a_graph_for_every_width(counter):
+    module = tiny_module(config=tiny_config(num_layers=4, hidden_dim=[16, 80, 80, 16]), compile=True)
+    module.configure_model()
+    module.nats(torch.zeros(BATCH, TOKENS + 1, dtype=torch.long), "mean").backward()
+    assert counter.frame_count == 3  # of attention, and of MLPs of two widths
+
+
 def test_graphs_of_a_run_stay_below_the_limit(counter):
     """Beyond `recompile_limit` graphs of one function, torch falls back to eager without an error."""
     module = tiny_module(compile=True)

@@ -60,9 +60,12 @@ def assert_plain(value):
 
 
 def test_command_line_and_python_store_the_same():
-    options = ["--model.config.num_layers=2", "--model.residual=BlockAttnRes", "--model.residual.num_blocks=2"]
+    options = ["--model.config.num_layers=2", "--model.config.hidden_dim=[24, 40]"]
+    options += ["--model.residual=BlockAttnRes", "--model.residual.num_blocks=2"]
     by_flags = from_command_line(*options, "--model.optim.lr=0.01")
-    in_python = LanguageModel(tiny_config(), partial(BlockAttnRes, num_blocks=2), OptimConfig(lr=0.01))
+    in_python = LanguageModel(
+        tiny_config(hidden_dim=[24, 40]), partial(BlockAttnRes, num_blocks=2), OptimConfig(lr=0.01)
+    )
     assert dict(by_flags.hparams) == dict(in_python.hparams)
     assert in_python.hparams["residual"] == {"class_path": "attnres_lit.BlockAttnRes", "init_args": BLOCK}
     assert in_python.hparams["optim"]["betas"] == [0.9, 0.95]
@@ -91,7 +94,8 @@ def test_nested_partials():
     ids=["prenorm", "full", "block", "of-a-user"],
 )
 def test_a_checkpoint_rebuilds_the_strategy(residual, expected, tmp_path):
-    module = tiny_module(residual, optim=OptimConfig(betas=(0.8, 0.9), warmup_steps=1), fp32_residual=True)
+    optim, config = OptimConfig(betas=(0.8, 0.9), warmup_steps=1), tiny_config(hidden_dim=[24, 40])
+    module = tiny_module(residual, optim=optim, config=config, fp32_residual=True)
     path = saved(module, tmp_path)
     assert_plain(torch.load(path, weights_only=True)["hyper_parameters"])
     loaded = LanguageModel.load_from_checkpoint(path, weights_only=True)

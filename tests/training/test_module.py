@@ -3,6 +3,7 @@
 import csv
 import math
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -66,7 +67,7 @@ def test_bfloat16_loss_is_fp32():
 
 def logged(tmp_path, residual=None, **options):
     loggers = [TensorBoardLogger(tmp_path, name="", version=""), CSVLogger(tmp_path, name="csv", version="")]
-    callbacks = [Throughput(), DepthDynamics(every_n_steps=4), DepthWeights()]
+    callbacks = [Throughput(), DepthDynamics(every_n_steps=4), DepthWeights(tmp_path)]
     every = {"log_every_n_steps": 3, "val_check_interval": 5, "limit_val_batches": None}
     trainer = tiny_trainer(tmp_path, max_steps=10, logger=loggers, callbacks=callbacks, **every | options)
     trainer.fit(tiny_module(residual) if residual else tiny_module(), Tokens(token_bytes=TOKEN_BYTES))
@@ -91,6 +92,10 @@ def test_everything_is_logged_from_the_first_step(tmp_path):
         **{name: [0, 4, 8] for name in depth},
     }
     assert [event.step for event in events.Images("depth/weights")] == [4, 9]
+    with np.load(tmp_path / "depth_weights.npz") as newest:
+        assert (newest["step"], newest["sites"].tolist()) == (10, [0, 1, 2, 3, 4])
+        assert np.nansum(newest["weights"], axis=1) == pytest.approx(np.ones(5), abs=1e-5)
+        assert np.isnan(newest["weights"][1]).tolist() == [False, False, True, True, True]
     with open(tmp_path / "csv" / "metrics.csv") as file:
         first = next(row for row in csv.DictReader(file) if row["train/loss"])
     assert (first["step"], float(first["lr"])) == ("0", pytest.approx(1e-2 / 4))
@@ -105,6 +110,7 @@ def test_accumulated_batches_are_one_step(tmp_path):
 def test_no_picture_without_depth_attention(tmp_path):
     events, _ = logged(tmp_path, PreNorm)
     assert events.Tags()["images"] == []
+    assert not (tmp_path / "depth_weights.npz").exists()
     assert "depth/output_rms/1" in events.Tags()["scalars"]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.constructor import ConstructorError
 
 from attnres_lit.checks import nearest
 
@@ -49,12 +50,12 @@ class Budget:
         for name, value in [*given.items(), ("validations", self.validations), ("warmup", self.warmup)]:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"budget.{name} is {value!r}: it must be a number (write 1.0e+6, with dot and sign)")
+            if name in ("steps", "validations") and not isinstance(value, int):
+                raise ValueError(f"budget.{name} is {value}: it must be a whole number")
             if not (0 <= value < 1 if name == "warmup" else 0 < value < math.inf):
                 raise ValueError(
                     f"budget.{name} is {value}: it must be {'in [0, 1)' if name == 'warmup' else 'above 0'}"
                 )
-        if self.validations != int(self.validations):
-            raise ValueError(f"budget.validations is {self.validations}: it must be a whole number")
 
     def num_steps(self, parameters: int, tokens_per_step: int, flops_per_token: float) -> int:
         """Optimizer steps of a model, rounded up to a multiple of the validations."""
@@ -90,19 +91,31 @@ class Sweep:
         return configs + [f"--{key}={written(value)}" for key, value in cell.settings.items()]
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice: of two axes or cells of one name, one would silently go."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise ConstructorError(None, None, f"{key.value} is there twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def read_sweep(path: Path) -> Sweep:
     """Read a sweep.
 
     `config` names a base config or a list of them; `set` are options of all cells; `axes` are what they differ in: each
-    is a list of values of one option, or a mapping from labels to options, those of the `budget` included. The cells are
-    the product of the axes, the first changing slowest; a name has the labels, that of the seed last. Paths of YAML
-    files are relative to the sweep's own.
+    is a list of values of one option, or a mapping from labels to options, those of the `budget` included. The cells
+    are the product of the axes, the first changing slowest; a name has the labels, that of the seed last. Paths of
+    YAML files are relative to the sweep's own.
 
     Raises:
         ValueError: the file cannot be read, or says something else; an axis is empty; two cells have one name.
     """
     try:
-        said = yaml.safe_load(path.read_text(encoding="utf-8"))
+        said = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a safe one
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"the sweep {path} cannot be read: {' '.join(str(error).split())}") from None
     keys = ("config", "set", "axes", "budget")

@@ -10,12 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 import torch
 from tqdm import tqdm
@@ -44,6 +43,23 @@ class Job:
     steps: int
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """A cell that is being trained.
+
+    Args:
+        job: the cell.
+        process: its `fit`.
+        log: where its output goes.
+        begins: bytes of the log, which earlier attempts have written.
+    """
+
+    job: Job
+    process: subprocess.Popen
+    log: Path
+    begins: int
+
+
 def done(folder: Path) -> int | None:
     """Steps that a run's newest checkpoint has behind it; None: it has no checkpoint that can be read."""
     try:
@@ -66,48 +82,52 @@ def run(jobs: Sequence[Job], runs_dir: Path, at_once: int) -> dict[str, str]:
         SystemExit: on SIGINT and SIGTERM, after the runs have stopped.
     """
     waiting = [job for job in jobs if (done(runs_dir / job.name) or 0) < job.steps]
-    running: dict[int, tuple[Job, subprocess.Popen]] = {}  # by slot
+    running: dict[int, Attempt] = {}  # by slot
     failed: dict[str, str] = {}
     bar = tqdm(total=len(jobs), initial=len(jobs) - len(waiting), unit="cell", dynamic_ncols=True)
-    with bar, stopping(lambda: stop([process for _, process in running.values()])):
+    with bar, noticed() as signals:
         while waiting or running:
+            if signals:
+                stop([attempt.process for attempt in running.values()])
+                raise SystemExit(128 + signals[0])
             for slot in set(range(at_once)) - running.keys():
                 job = next((each for each in waiting if free(runs_dir / each.name)), None)
                 if job is not None:
                     waiting.remove(job)
                     if (done(runs_dir / job.name) or 0) < job.steps:  # another process may have finished it
-                        running[slot] = job, start(job, runs_dir, slot)
+                        running[slot] = start(job, runs_dir, slot)
                     else:
                         bar.update()
-            now = ", ".join(job.name for job, _ in running.values()) or "waiting for other processes"
+            now = ", ".join(attempt.job.name for attempt in running.values()) or "waiting for other processes"
             if now != bar.postfix:
                 bar.set_postfix_str(now)
             time.sleep(PERIOD)
-            for slot, (job, process) in list(running.items()):
-                if process.poll() is not None:
-                    del running[slot]
-                    bar.update()
-                    if reason := fault(job, runs_dir, process.returncode):
-                        failed[job.name] = reason
-                        bar.write(f"failed: {job.name}: {reason}")
+            for slot, attempt in list(running.items()):
+                if attempt.process.poll() is None:
+                    continue
+                del running[slot]
+                job, reason = attempt.job, fault(attempt, runs_dir)
+                if reason and not free(runs_dir / job.name):  # another process took it first
+                    waiting.append(job)
+                    continue
+                bar.update()
+                if reason:
+                    failed[job.name] = reason
+                    bar.write(f"failed: {job.name}: {reason}")
     return failed
 
 
-def log_file(job: Job, runs_dir: Path) -> Path:
-    """Where a cell's output goes."""
-    return runs_dir / "logs" / f"{job.name}.log"
-
-
-def start(job: Job, runs_dir: Path, slot: int) -> subprocess.Popen:
+def start(job: Job, runs_dir: Path, slot: int) -> Attempt:
     """Start a cell; of several GPUs, each slot has one."""
-    log = log_file(job, runs_dir)
+    log = runs_dir / "logs" / f"{job.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ)
     if (gpus := torch.cuda.device_count()) > 1:
         known = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
         environment["CUDA_VISIBLE_DEVICES"] = known[slot % gpus]
     with log.open("ab") as out:
-        return subprocess.Popen(
+        begins = out.tell()
+        process = subprocess.Popen(
             command(job, runs_dir),
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -115,6 +135,7 @@ def start(job: Job, runs_dir: Path, slot: int) -> subprocess.Popen:
             env=environment,
             process_group=0,  # Ctrl-C reaches the sweep alone, which passes it on
         )
+    return Attempt(job, process, log, begins)
 
 
 def free(folder: Path) -> bool:
@@ -126,30 +147,31 @@ def free(folder: Path) -> bool:
     return True
 
 
-def fault(job: Job, runs_dir: Path, code: int) -> str | None:
+def fault(attempt: Attempt, runs_dir: Path) -> str | None:
     """What went wrong with a cell whose process has ended, in one line; None if it is finished."""
+    code, job, log = attempt.process.returncode, attempt.job, attempt.log
     if code == 0 and (done(runs_dir / job.name) or 0) >= job.steps:
         return None
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    log = log_file(job, runs_dir)
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    output = log.read_bytes()[attempt.begins :].decode(errors="replace")
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines or ["no output"]
     return f"{said[-1]} ({how}; see {log})"
 
 
 @contextmanager
-def stopping(end: Callable[[], None]) -> Generator[None]:
-    """On SIGINT and SIGTERM, end what runs, then leave."""
+def noticed() -> Generator[list[int]]:
+    """The SIGINT or SIGTERM that has come, if one has, for a moment at which no run is just being started."""
+    signals: list[int] = []
 
-    def on_signal(signum: int, frame: FrameType | None) -> NoReturn:
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        signals.append(signum)
         for each in before:
             signal.signal(each, signal.SIG_DFL)  # once more: at once
-        end()
-        raise SystemExit(128 + signum)
 
     before = {each: signal.signal(each, on_signal) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield signals
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
@@ -164,5 +186,5 @@ def stop(processes: Sequence[subprocess.Popen]) -> None:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()

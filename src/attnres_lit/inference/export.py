@@ -1,8 +1,9 @@
 """A trained model as a folder that `transformers` loads.
 
 PreNorm is what the Llama family computes, so it becomes a model of that family (Llama; Qwen2 with biases, Qwen3 with
-norms on queries and keys) and runs wherever those run. Any other strategy becomes a folder with
-`modeling_attnres_lit.py` beside the weights, which needs this package and `trust_remote_code=True`.
+norms on queries and keys) and runs wherever those run. Any other strategy, or a model whose MLPs are not all as wide,
+becomes a folder with `modeling_attnres_lit.py` beside the weights, which needs this package and
+`trust_remote_code=True`.
 """
 
 import json
@@ -77,6 +78,8 @@ def export(
 
 def family_of(config: TransformerConfig) -> str | None:
     """Which of the family computes what PreNorm does with these sizes; None if none of them has all of it."""
+    if len(set(config.mlp_dims)) > 1:
+        return None  # theirs are as wide in every layer
     if config.qkv_bias:
         return None if config.qk_norm else "Qwen2"
     if config.qk_norm:
@@ -98,7 +101,7 @@ def _theirs(config: TransformerConfig, family: str) -> dict[str, Any]:
         "model_type": family.lower(),
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
-        "intermediate_size": config.mlp_dim,
+        "intermediate_size": config.mlp_dims[0],
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads or config.num_heads,

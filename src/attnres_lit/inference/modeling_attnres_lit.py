@@ -43,7 +43,8 @@ class AttnResConfig(PretrainedConfig):
         self.residual = dict(residual or {"class_path": "attnres_lit.BlockAttnRes", "init_args": {}})
         sizes = TransformerConfig(**self.transformer)
         # the names under which tools look for them
-        self.vocab_size, self.hidden_size, self.intermediate_size = sizes.vocab_size, sizes.dim, sizes.mlp_dim
+        self.vocab_size, self.hidden_size = sizes.vocab_size, sizes.dim
+        self.intermediate_size = sizes.mlp_dims if len(set(sizes.mlp_dims)) > 1 else sizes.mlp_dims[0]
         self.num_hidden_layers, self.num_attention_heads = sizes.num_layers, sizes.num_heads
         self.num_key_value_heads = sizes.num_kv_heads or sizes.num_heads
         self.head_dim, self.max_position_embeddings = sizes.head_width, sizes.max_seq_len

@@ -13,13 +13,19 @@ WEIGHT = "depth-attention weight"
 TICKS = [0, 0.02, 0.1, 0.25, 0.5, 1]
 
 
-def draw_weights(rows: Mapping[int, Mapping[int, float]]) -> np.ndarray:
-    """A heat map of `{site: {source: weight}}`, the last site being the exit: uint8 `(height, width, 3)`."""
-    sources = 1 + max(at for row in rows.values() for at in row)
-    table = np.full((len(rows), sources), np.nan)
+def as_table(rows: Mapping[int, Mapping[int, float]]) -> np.ndarray:
+    """`{site: {source: weight}}` as float32 `(sites, sources)`, NaN where a site does not read a source."""
+    table = np.full((len(rows), 1 + max(at for row in rows.values() for at in row)), np.nan, np.float32)
     for y, row in enumerate(rows.values()):
         for at, weight in row.items():
             table[y, at] = weight
+    return table
+
+
+def draw_weights(rows: Mapping[int, Mapping[int, float]]) -> np.ndarray:
+    """A heat map of `{site: {source: weight}}`, the last site being the exit: uint8 `(height, width, 3)`."""
+    table = as_table(rows)
+    sources = table.shape[1]
     *sites, _ = rows
     width, height = min(2.6 + 0.26 * sources, 14), min(1.2 + 0.22 * len(rows), 12)  # inches
     figure = Figure(figsize=(width, height), dpi=100, layout="constrained")

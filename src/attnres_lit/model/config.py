@@ -17,7 +17,8 @@ class TransformerConfig:
         num_heads: query heads.
         num_kv_heads: key and value heads, a divisor of num_heads; null means num_heads.
         head_dim: width of a head, even, for the rotary embedding; null means D / num_heads.
-        hidden_dim: width inside the MLP; null means 8/3 D rounded up to a multiple of 8.
+        hidden_dim: width inside the MLPs, or a list with that of every layer; null means 8/3 D rounded up to a
+            multiple of 8.
         max_seq_len: longest sequence in tokens.
         rope_theta: base of the rotary frequencies.
         rope_scaling: stretches the rotary frequencies, see `rope_scaling.py`; null leaves them.
@@ -28,7 +29,8 @@ class TransformerConfig:
         tie_embeddings: the head uses the embedding matrix.
 
     Raises:
-        ValueError: sizes that are not positive or do not divide; a `rope_scaling` that is unknown or incomplete.
+        ValueError: sizes that are not positive or do not divide; another number of widths than layers; a
+            `rope_scaling` that is unknown or incomplete.
     """
 
     vocab_size: int
@@ -37,7 +39,7 @@ class TransformerConfig:
     num_heads: int = 4
     num_kv_heads: int | None = None
     head_dim: int | None = None
-    hidden_dim: int | None = None
+    hidden_dim: int | list[int] | None = None
     max_seq_len: int = 1024
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None
@@ -54,12 +56,18 @@ class TransformerConfig:
             "num_heads",
             "num_kv_heads",
             "head_dim",
-            "hidden_dim",
             "max_seq_len",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+        if len(self.mlp_dims) != self.num_layers:
+            raise ValueError(
+                f"hidden_dim={self.hidden_dim} has {len(self.mlp_dims)} widths: give one for each of "
+                f"num_layers={self.num_layers}, or a single number for all"
+            )
+        if not all(type(each) is int and each >= 1 for each in self.mlp_dims):
+            raise ValueError(f"hidden_dim={self.hidden_dim} must be a whole number of at least 1, or a list of them")
         if self.rope_theta <= 0 or self.norm_eps < 0:
             raise ValueError(f"rope_theta={self.rope_theta} must be above 0, and norm_eps={self.norm_eps} at least 0")
         if self.head_dim is None and (self.dim % self.num_heads or self.dim // self.num_heads % 2):
@@ -82,6 +90,8 @@ class TransformerConfig:
         return self.head_dim or self.dim // self.num_heads
 
     @property
-    def mlp_dim(self) -> int:
-        """Width inside the MLP."""
-        return self.hidden_dim or -(-self.dim // 3) * 8
+    def mlp_dims(self) -> list[int]:
+        """Width inside the MLP of every layer."""
+        if isinstance(self.hidden_dim, list):
+            return self.hidden_dim
+        return [-(-self.dim // 3) * 8 if self.hidden_dim is None else self.hidden_dim] * self.num_layers

@@ -13,8 +13,8 @@ def site_flops(config: TransformerConfig, tokens: int) -> list[float]:
     kv_dim = config.head_width * (config.num_kv_heads or config.num_heads)
     projections = 2 * config.dim * (2 * q_dim + 2 * kv_dim)
     scores = 2 * q_dim * (tokens + 1)  # q.k and weights.v, (tokens + 1) / 2 keys each
-    mlp = 2 * 3 * config.dim * config.mlp_dim
-    return [projections + scores, float(mlp)] * config.num_layers
+    attention, mlp = float(projections + scores), 2.0 * 3 * config.dim  # the MLP's for each channel inside
+    return [cost for width in config.mlp_dims for cost in (attention, mlp * width)]
 
 
 def head_flops(config: TransformerConfig) -> float:

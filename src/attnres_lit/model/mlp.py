@@ -3,18 +3,15 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnres_lit.model.config import TransformerConfig
-
 
 class MLP(nn.Module):
     """`(B, T, D)` to `(B, T, D)`, through `hidden_dim` channels."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
-        hidden_dim = config.mlp_dim
-        self.gate_proj = nn.Linear(config.dim, hidden_dim, bias=False)
-        self.up_proj = nn.Linear(config.dim, hidden_dim, bias=False)
-        self.down_proj = nn.Linear(hidden_dim, config.dim, bias=False)
+        self.gate_proj = nn.Linear(dim, hidden_dim, bias=False)
+        self.up_proj = nn.Linear(dim, hidden_dim, bias=False)
+        self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """`down(silu(gate(x)) * up(x))`."""

@@ -64,13 +64,13 @@ class Transformer(nn.Module):
             # a read that is s times PreNorm's at the start: s x / sqrt(mean(s x)^2 + eps s^2) is what PreNorm computes
             return RMSNorm(config.dim, eps=config.norm_eps * depth.read_scale(site) ** 2)
 
+        def mixer(site: int) -> nn.Module:
+            return MLP(config.dim, config.mlp_dims[site // 2]) if site % 2 else Attention(config, rotary)
+
         rotary = Rotary(config)
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.sublayers = nn.ModuleDict(
-            {
-                str(site): Sublayer(norm(site), MLP(config) if site % 2 else Attention(config, rotary))
-                for site in range(config.num_sites)
-            }
+            {str(site): Sublayer(norm(site), mixer(site)) for site in range(config.num_sites)}
         )
         self.norm = norm(config.num_sites)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -108,7 +108,7 @@ class Transformer(nn.Module):
         return sources
 
     def compile_sublayers(self) -> None:
-        """In place, so that names stay: one graph per kind, whatever the depth and the residual."""
+        """In place, so that names stay: one graph per kind and width, whatever the depth and the residual."""
         for sublayer in self.sublayers.values():
             sublayer.compile()
 

@@ -54,8 +54,8 @@ class Precision:
         return cls(4 if mixed else compute, compute, 4 if mixed and fp32_residual else compute)
 
 
-def sublayer_bytes(config: TransformerConfig, precision: Precision) -> tuple[int, int]:
-    """Kept by an attention and by an MLP sublayer beside its input: norm's output, projections, attention, products.
+def sublayer_bytes(config: TransformerConfig, precision: Precision) -> list[int]:
+    """Kept by every sublayer beside its input: the norm's output, projections, attention, products.
 
     Args:
         config: sizes.
@@ -70,8 +70,8 @@ def sublayer_bytes(config: TransformerConfig, precision: Precision) -> tuple[int
     attention = (q_k_v + 2 * q_dim + 2 * kv_dim) * precision.compute + 4 * config.num_heads + statistics
     if config.qk_norm:  # their inputs, and a reciprocal RMS of every head
         attention += (q_dim + kv_dim) * precision.compute + 4 * (config.num_heads + kv_heads)
-    mlp = (gate_up + 4 * config.mlp_dim) * precision.compute + statistics
-    return attention, mlp
+    mlps = [(gate_up + 4 * width) * precision.compute + statistics for width in config.mlp_dims]
+    return [kept for mlp in mlps for kept in (attention, mlp)]
 
 
 def head_bytes(config: TransformerConfig, precision: Precision) -> int:

@@ -8,6 +8,7 @@ weights and buffers of the libraries come on top.
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict
+from itertools import chain
 from typing import Any, NamedTuple
 
 from attnres_lit.model import Transformer
@@ -182,18 +183,33 @@ def activation_bytes(
     config, again = model.config, model.recompute.again
     received = traffic([depth.cuts[stage.start] for stage in stages[1:]], len(actions), cache)
     of_residual = residual_bytes(residual, stages, sizes, again)
-    of_sublayer = (0, 0) if again is True else sublayer_bytes(config, sizes)
+    of_sublayer = [0] * config.num_sites if again is True else sublayer_bytes(config, sizes)
     held = [
-        kept + width(depth, arrives.received) * sizes.source + sum(of_sublayer[site % 2] for site in stage)
+        kept + width(depth, arrives.received) * sizes.source + sum(of_sublayer[stage.start : stage.stop])
         for kept, arrives, stage in zip(of_residual, received, stages, strict=True)
     ]
     held[0] += 8  # the tokens
     held[-1] += head_bytes(config, sizes)
-    layer = 0
-    if again is True:  # backward has one layer back at a time
-        layers = [range(site, site + 2) for site in range(0, config.num_sites, 2)]
-        layer = max(residual_bytes(residual, layers, sizes, False)) + sum(sublayer_bytes(config, sizes))
-    return [int(peak + layer) * tokens for peak in peaks(actions, held)]
+    most, ranks = peaks(actions, held), len(actions)
+    if again is True:
+        back = recomputed_bytes(residual, stages, sublayer_bytes(config, sizes), sizes)
+        most = [peak + max(back[rank::ranks]) for rank, peak in enumerate(most)]
+    return [int(peak) * tokens for peak in most]
+
+
+def recomputed_bytes(
+    residual: Residual, stages: Sequence[range], of_sublayer: Sequence[int], sizes: Precision
+) -> list[int]:
+    """Of every stage, per token, the layer that takes most while backward has it back: it has one at a time."""
+    layers = [
+        [
+            range(max(site, stage.start), min(site + 2, stage.stop))
+            for site in range(stage.start // 2 * 2, stage.stop, 2)
+        ]
+        for stage in stages
+    ]
+    of_residual = iter(residual_bytes(residual, list(chain(*layers)), sizes, False))
+    return [max(next(of_residual) + sum(of_sublayer[layer.start : layer.stop]) for layer in each) for each in layers]
 
 
 def data_parallel_bytes(parameters: int, sizes: Precision, data_parallel_size: int, fsdp_size: int) -> int:

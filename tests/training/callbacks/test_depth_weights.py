@@ -77,5 +77,5 @@ def test_the_residual_is_left_as_it_was_after_an_exception(tmp_path, monkeypatch
     monkeypatch.setattr(module, "validation_step", fail)
     options = {"limit_val_batches": None, "val_check_interval": 1, "logger": TensorBoardLogger(tmp_path)}
     with pytest.raises(RuntimeError, match="on purpose"):
-        tiny_trainer(tmp_path, callbacks=DepthWeights(), **options).fit(module, Tokens())
+        tiny_trainer(tmp_path, callbacks=DepthWeights(tmp_path), **options).fit(module, Tokens())
     assert not {"read", "exit"} & vars(module.model.residual).keys()

@@ -37,7 +37,7 @@ def watched(folder, strategy):
         accumulate_grad_batches=1,
         use_distributed_sampler=False,
         logger=[TensorBoardLogger(folder, name="", version=""), CSVLogger(folder, name="csv", version="")],
-        callbacks=[Throughput(), DepthDynamics(every_n_steps=1), DepthWeights(), Predictions(folder)],
+        callbacks=[Throughput(), DepthDynamics(every_n_steps=1), DepthWeights(folder), Predictions(folder)],
         val_check_interval=2,
         limit_val_batches=None,
         log_every_n_steps=1,

@@ -10,8 +10,9 @@ from lightning.pytorch.callbacks import Checkpoint
 class LastCheckpoint(Checkpoint):
     """Keeps one checkpoint of the newest state: every n steps, after every validation, and at the end.
 
-    Saved after validation, it holds what the other callbacks learned there. A run killed while writing keeps the one
-    before; on one device and with DDP, `CheckpointFiles` sees to that.
+    Where a validation is due it is saved after it, with what the other callbacks learned there: who goes on from it
+    misses no validation. A run killed while writing keeps the checkpoint before; on one device and with DDP,
+    `CheckpointFiles` sees to that.
 
     Args:
         dirpath: folder of `last.ckpt`.
@@ -31,8 +32,10 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save when n steps have passed."""
-        if trainer.global_step % self.every_n_steps == 0 and trainer.global_step != self._saved_at:
+        """Save when n steps have passed, unless validation comes next."""
+        due = trainer.global_step % self.every_n_steps == 0 and trainer.global_step != self._saved_at
+        fit = trainer.fit_loop
+        if due and not fit.epoch_loop._should_check_val_fx(fit._data_fetcher):  # pyrefly: ignore[bad-argument-type]
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""Sections on how many blocks, and how large: the report's Fig. 6, and what blocks cost."""
+"""Sections on how many blocks, and how large: the paper's Fig. 6, and what blocks cost."""
 
 from collections.abc import Mapping
 
@@ -47,15 +47,15 @@ def block_size(study: Study) -> Section:
     table = compare(setting.values(), setting.compared_to).loc[order]
     sizes = [found[label] for label in order]
     base = str(setting.compared_to)
-    figure = comparison_figures.block_sizes(sizes, table, study.metric, base, with_report=study.metric == LOSS)
+    figure = comparison_figures.block_sizes(sizes, table, study.metric, base, with_paper=study.metric == LOSS)
     lines = []
     for size, (label, row) in zip(sizes, table.iterrows(), strict=True):
         theirs = paper.BLOCK_SIZES.get(size) if study.metric == LOSS else None
         gap = None if theirs is None else theirs - paper.BASELINE
         line = [str(size), str(label), number(row["mean"]), with_interval(row["difference"], row["pooled"])]
         lines.append([*line, number(gap, "+.3f")])
-    head = ["sublayers per block", "variant", "mean", f"difference to {base}", "the report's"]
-    text = "The report's model has 32 sublayers (its Fig. 6): a block of all of them is 32 there. 1 is Full AttnRes."
+    head = ["sublayers per block", "variant", "mean", f"difference to {base}", "the paper's"]
+    text = "The paper's model has 32 sublayers (its Fig. 6): a block of all of them is 32 there. 1 is Full AttnRes."
     return Section("Block size", [text, Picture("block_size", figure, "loss over block size"), Table(head, lines)])
 
 

@@ -115,7 +115,7 @@ def read_sweep(path: Path) -> Sweep:
         ValueError: the file cannot be read, or says something else; an axis is empty; two cells have one name.
     """
     try:
-        said = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a safe one
+        said = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"the sweep {path} cannot be read: {' '.join(str(error).split())}") from None
     keys = ("config", "set", "axes", "budget")

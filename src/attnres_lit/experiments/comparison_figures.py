@@ -1,4 +1,4 @@
-"""Final values against those of the report: ablations, block sizes, numbers of blocks."""
+"""Final values against those of the paper: ablations, block sizes, numbers of blocks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,37 +9,37 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from attnres_lit.experiments import paper
-from attnres_lit.experiments.drawing import BASELINE, REPORT, panels
+from attnres_lit.experiments.drawing import BASELINE, PAPER, panels
 
 INTERVAL = "95% interval"
 
 
 def ablations(
-    table: pd.DataFrame, reported: Mapping[str, float], metric: str, baseline: str, colours: Mapping[str, str]
+    table: pd.DataFrame, theirs: Mapping[str, float], metric: str, baseline: str, colours: Mapping[str, str]
 ) -> Figure:
-    """Differences to the baseline with their pooled intervals, and the report's beside them.
+    """Differences to the baseline with their pooled intervals, and the paper's beside them.
 
     Args:
         table: what `statistics.compare` says of every variant.
-        reported: differences of the report, in nats per token, by variant; may be empty.
+        theirs: differences of the paper, in nats per token, by variant; may be empty.
         metric: that was compared.
         baseline: of the differences.
         colours: of variants.
     """
     shown = table.drop(index=baseline).iloc[::-1]
-    width, height = 4.2 if reported else 6.0, 0.8 + 0.27 * len(shown)
-    figure, grid = panels(2 if reported else 1, 2, width, height, sharey=True)
+    width, height = 4.2 if theirs else 6.0, 0.8 + 0.27 * len(shown)
+    figure, grid = panels(2 if theirs else 1, 2, width, height, sharey=True)
     rows = range(len(shown))
     ours = grid[0]
     for row, (label, found) in zip(rows, shown.iterrows(), strict=True):
         _interval(ours, found["difference"], row, found["pooled"], colours[str(label)])
     ours.set(title=f"here: {metric}, difference to {baseline}", ylim=(-0.6, len(shown) - 0.4))
     ours.set_yticks(rows, [str(label) for label in shown.index])
-    if reported:
+    if theirs:
         for row, label in zip(rows, shown.index, strict=True):
-            if label in reported:
-                grid[1].plot([reported[str(label)]], [row], "D", color=REPORT)
-        grid[1].set_title("the report: loss, difference to PreNorm")
+            if label in theirs:
+                grid[1].plot([theirs[str(label)]], [row], "D", color=PAPER)
+        grid[1].set_title("the paper: loss, difference to PreNorm")
     for axes in grid:
         axes.axvline(0, color=BASELINE, linewidth=1)
         axes.tick_params(axis="y", length=0)
@@ -51,23 +51,23 @@ def _interval(axes: Axes, x: float, y: float, half: float, colour: str) -> None:
     axes.errorbar([x], [y], xerr=None if np.isnan(half) else [half], fmt="o", color=colour, capsize=3)
 
 
-def block_sizes(sizes: Sequence[int], table: pd.DataFrame, metric: str, baseline: str, with_report: bool) -> Figure:
-    """Differences to the baseline over sublayers per block, with the report's for its model of 32 sublayers.
+def block_sizes(sizes: Sequence[int], table: pd.DataFrame, metric: str, baseline: str, with_paper: bool) -> Figure:
+    """Differences to the baseline over sublayers per block, with the paper's for its model of 32 sublayers.
 
     Args:
         sizes: sublayers per block, of each row.
         table: of `statistics.compare`, a row for each size.
         metric: that was compared.
         baseline: of the differences.
-        with_report: draw the report's too.
+        with_paper: draw the paper's too.
     """
     figure, (axes,) = panels(1, 1, 6.4, 3.2)
     axes.errorbar(
         sizes, table["difference"], table["pooled"], marker="o", capsize=3, label=f"here, {INTERVAL}", color="#0072b2"
     )
-    theirs = {size: loss - paper.BASELINE for size, loss in paper.BLOCK_SIZES.items()} if with_report else {}
+    theirs = {size: loss - paper.BASELINE for size, loss in paper.BLOCK_SIZES.items()} if with_paper else {}
     if theirs:
-        axes.plot(list(theirs), list(theirs.values()), marker="D", color=REPORT, label="the report, 32 sublayers")
+        axes.plot(list(theirs), list(theirs.values()), marker="D", color=PAPER, label="the paper, 32 sublayers")
     axes.axhline(0, color=BASELINE, linewidth=1)
     axes.set_xscale("log", base=2)
     ticks = sorted({*sizes, *theirs})

@@ -1,4 +1,4 @@
-"""What happens along depth: sizes of outputs and gradients, and what each site reads (report, Fig. 5 and 8)."""
+"""What happens along depth: sizes of outputs and gradients, and what each site reads (paper, Fig. 5 and 8)."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Sections on what happens along depth (report, Fig. 5 and 8)."""
+"""Sections on what happens along depth (paper, Fig. 5 and 8)."""
 
 import numpy as np
 import pandas as pd

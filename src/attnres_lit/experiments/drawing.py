@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 BASELINE = "#333333"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999933", "#332288", "#44aa99")
 PALE = "#cccccc"
-REPORT = "#8a8a8a"  # what the report on Attention Residuals found
+PAPER = "#8a8a8a"  # what the paper on Attention Residuals found
 FEW = 7  # lines that one panel may have; above that, each has a panel of its own
 LOOK = {
     "font.size": 9.0,

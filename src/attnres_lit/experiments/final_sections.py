@@ -59,11 +59,11 @@ def final_values(study: Study) -> Section:
 def _one(study: Study, setting: Setting) -> list[Table | Picture]:
     """The table of one setting and, of several variants, its figure."""
     table = compare(setting.values(), setting.compared_to)
-    rows = {str(label): reported_row(setting, str(label)) for label in table.index}
+    rows = {str(label): paper_row(setting, str(label)) for label in table.index}
     told = study.metric == LOSS and any(row and row.loss != paper.BASELINE for row in rows.values())
     head = ["variant", "parameters", "mean", "standard error", "seeds"]
     head += [f"difference to {setting.compared_to}", "own ±"] if setting.compared_to else []
-    head += ["report's row", "loss", "difference"] if told else []
+    head += ["the paper's", "loss", "difference"] if told else []
     lines = []
     for label, found in table.iterrows():
         costs, row = setting.variants[str(label)].one.costs, rows[str(label)]
@@ -80,16 +80,16 @@ def _one(study: Study, setting: Setting) -> list[Table | Picture]:
     parts: list[Table | Picture] = [Table(head, lines)]
     if setting.compared_to and len(table) > 2:
         base = setting.compared_to
-        reported = {each: row.loss - paper.BASELINE for each, row in rows.items() if row and told and each != base}
-        figure = comparison_figures.ablations(table, reported, study.metric, base, study.colours)
+        theirs = {each: row.loss - paper.BASELINE for each, row in rows.items() if row and told and each != base}
+        figure = comparison_figures.ablations(table, theirs, study.metric, base, study.colours)
         parts.append(
             Picture(file_name("comparison", setting.label), figure, f"differences to {base} with their intervals")
         )
     return parts
 
 
-def reported_row(setting: Setting, label: str) -> paper.Row | None:
-    """The report's row for a variant."""
+def paper_row(setting: Setting, label: str) -> paper.Row | None:
+    """The paper's row for a variant."""
     return paper.row_of(setting.variants[label].one.residual, setting.variants[label].one.options)
 
 

@@ -1,4 +1,4 @@
-"""Numbers of the report on Attention Residuals (arXiv 2603.15031), and which of its rows a run reproduces.
+"""Numbers of the paper on Attention Residuals (arXiv 2603.15031), and which of its rows a run reproduces.
 
 A run is recognised by its strategy and options, whatever its name.
 """
@@ -104,7 +104,7 @@ def row_of(strategy: str, options: Options) -> Row | None:
 
 
 def is_plain(options: Options) -> bool:
-    """Whether nothing but how sublayers are cut into blocks differs from the report's AttnRes."""
+    """Whether nothing but how sublayers are cut into blocks differs from the paper's AttnRes."""
     return all(options.get(key, value) == value for key, value in PLAIN.items())
 
 

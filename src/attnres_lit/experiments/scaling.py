@@ -1,4 +1,4 @@
-"""Power laws of the loss over compute, L = A C^-alpha, and what compute an architecture saves (report, Fig. 4)."""
+"""Power laws of the loss over compute, L = A C^-alpha, and what compute an architecture saves (paper, Fig. 4)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

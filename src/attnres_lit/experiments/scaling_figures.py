@@ -1,4 +1,4 @@
-"""Power laws of the loss over compute, and deep against wide models (report, Fig. 4 and 7)."""
+"""Power laws of the loss over compute, and deep against wide models (paper, Fig. 4 and 7)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -63,7 +63,7 @@ def scaling(
 
 
 def architectures(
-    found: Mapping[str, np.ndarray], columns: Sequence[float], rows: Sequence[float], metric: str, with_report: bool
+    found: Mapping[str, np.ndarray], columns: Sequence[float], rows: Sequence[float], metric: str, with_paper: bool
 ) -> Figure:
     """Heat maps over width and heads per layer, the best cell framed.
 
@@ -72,13 +72,13 @@ def architectures(
         columns: d_model / L.
         rows: H / L.
         metric: in the cells.
-        with_report: the report's maps below them.
+        with_paper: the paper's maps below them.
     """
     low, high = float(np.nanmin(list(found.values()))), float(np.nanmax(list(found.values())))
     maps = [(f"{label}: {metric}", values, columns, rows, (low, high)) for label, values in found.items()]
-    if with_report:
-        of_report = (paper.DIM_BY_LAYERS, paper.HEADS_BY_LAYERS, paper.ARCHITECTURE_LOSSES)
-        maps += [(f"the report, {label}: loss", theirs, *of_report) for label, theirs in paper.ARCHITECTURES.items()]
+    if with_paper:
+        of_paper = (paper.DIM_BY_LAYERS, paper.HEADS_BY_LAYERS, paper.ARCHITECTURE_LOSSES)
+        maps += [(f"the paper, {label}: loss", theirs, *of_paper) for label, theirs in paper.ARCHITECTURES.items()]
     figure, grid = panels(len(maps), 2, 4.4, 2.7)
     for axes, each in zip(grid, maps, strict=True):
         _architecture(axes, *each)

@@ -1,4 +1,4 @@
-"""Sections on several models: power laws over compute, and deep against wide (report, Table 2, Fig. 4 and 7)."""
+"""Sections on several models: power laws over compute, and deep against wide (paper, Table 2, Fig. 4 and 7)."""
 
 import numpy as np
 
@@ -45,9 +45,7 @@ def scaling(study: Study) -> Section:
         )
     if study.metric == LOSS:
         rows = [[f"{size}M", *(f"{losses[size]:.3f}" for losses in paper.SCALING.values())] for size in paper.SIZES]
-        text = (
-            "The report's losses (Table 2), by parameters that a token uses. There Block reaches PreNorm's loss with "
-        )
+        text = "The paper's losses (Table 2), by parameters that a token uses. There Block reaches PreNorm's loss with "
         parts += [f"{text}{paper.ADVANTAGE} times less compute at C = 5.6.", Table(["", *paper.SCALING], rows)]
     return Section("Scaling", [*parts, *(f"Left out: {reason}." for reason in reasons)])
 
@@ -76,7 +74,7 @@ def _fits(study: Study, fits: dict[str, Fit], advantages: scaling_figures.Advant
         line = [label, number(found.coefficient), between(of_a), number(found.exponent), between(of_alpha)]
         line += [number(ratio, ".2f"), between(span, ".2f")]
         lines.append([*line, "{:.3f}, {:.3f}".format(*theirs) if theirs else "–"])
-    head = ["variant", "A", "its 95%", "alpha", "its 95%", "compute advantage", "its 95%", "the report's A, alpha"]
+    head = ["variant", "A", "its 95%", "alpha", "its 95%", "compute advantage", "its 95%", "the paper's A, alpha"]
     return Table(head, lines)
 
 
@@ -101,7 +99,7 @@ def architecture(study: Study) -> Section:
             table = found.setdefault(str(label), np.full((len(rows), len(columns)), np.nan))
             table[rows.index(y), columns.index(x)] = value
     ordered = {label: found[label] for label in labels(study.settings) if label in found}
-    figure = scaling_figures.architectures(ordered, columns, rows, study.metric, with_report=study.metric == LOSS)
+    figure = scaling_figures.architectures(ordered, columns, rows, study.metric, with_paper=study.metric == LOSS)
     lines = []
     for label, table in ordered.items():
         y, x = np.unravel_index(np.nanargmin(table), table.shape)

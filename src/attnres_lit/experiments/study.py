@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from attnres_lit.experiments.records import Run
 from attnres_lit.experiments.variants import Setting
 
-LOSS = "val/loss"  # what the report on Attention Residuals compares
+LOSS = "val/loss"  # what the paper on Attention Residuals compares
 
 
 class LeftOut(ValueError):

@@ -149,7 +149,7 @@ def _shape(run: Run) -> str:
 
 
 def _rank(variant: Variant) -> tuple[int, list[tuple[int, str]]]:
-    """In the order of the report's Table 4, then by name."""
+    """In the order of the paper's Table 4, then by name."""
     row = paper.row_of(variant.one.residual, variant.one.options)
     return paper.TABLE_4.index(row) if row else len(paper.TABLE_4), _natural(variant.label)
 

@@ -43,9 +43,8 @@ def ending_at(loss, **others):
 def compute_of(sizes, max_steps=40):
     """PFLOP/s-days of a run."""
     factory = strategy({"class_path": "attnres_lit.PreNorm"})
-    return (
-        costs_of(factory, {**SIZES, **sizes, "vocab_size": 257}, 16).flops_per_token * TOKENS * max_steps / PFLOPS_DAY
-    )
+    costs = costs_of(factory, {**SIZES, **sizes, "vocab_size": 257}, 16)
+    return costs.flops_per_token * TOKENS * max_steps / PFLOPS_DAY
 
 
 def write_weights(folder, table):

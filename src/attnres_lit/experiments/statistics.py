@@ -65,7 +65,8 @@ def _own(ours: np.ndarray, theirs: np.ndarray) -> float:
     if min(has_ours.sum(), has_theirs.sum()) < 2:
         return np.nan
     if np.array_equal(has_ours, has_theirs):
-        interval = stats.ttest_rel(ours[has_ours], theirs[has_ours]).confidence_interval(LEVEL)
-    else:
-        interval = stats.ttest_ind(ours[has_ours], theirs[has_theirs], equal_var=False).confidence_interval(LEVEL)
+        differences = (ours - theirs)[has_ours]
+        count = len(differences)
+        return float(stats.t.ppf((1 + LEVEL) / 2, count - 1) * differences.std(ddof=1) / count**0.5)
+    interval = stats.ttest_ind(ours[has_ours], theirs[has_theirs], equal_var=False).confidence_interval(LEVEL)
     return float(interval.high - interval.low) / 2

@@ -48,7 +48,13 @@ def written(tmp_path_factory):
                 even = np.tril(np.ones((5, 5))) / np.arange(1, 6)[:, None]
                 write_weights(folder, np.where(even > 0, even, np.nan))
     write_run(root, "mHC-seed=0", "MHC", rows=ending_at(1.4), max_steps=100)
-    write_run(root, "mHC-seed=1", "MHC", seed=1, rows=[(20, {"val/loss": math.nan})])
+    write_run(
+        root,
+        "mHC-seed=1",
+        "MHC",
+        seed=1,
+        rows=[(20, {"val/loss": 3.0}), (30, {"val/loss": math.inf}), (40, {"val/loss": math.nan})],
+    )
     report(root, "--out", root / "out")
     return root / "out", (root / "out/report.md").read_text()
 

@@ -30,7 +30,6 @@ def differences(settings: Sequence[Setting], metric: str, colours: Mapping[str, 
     figure = _figure(with_baseline, colours, draw_difference)
     for axes in figure.axes:
         axes.axhline(0, color=colours[with_baseline[0].compared_to or ""], linewidth=1)
-        _cut(axes, 0.0)
     figure.supylabel(f"{metric}, difference to {with_baseline[0].compared_to}", fontsize=9)
     return figure
 
@@ -102,11 +101,11 @@ def _one_by_one(setting: Setting, colours: Mapping[str, str], draw: Draw) -> Fig
     return figure
 
 
-def _cut(axes: Axes, *inside: float) -> None:
-    """Leave the beginning of training out of the range of y; these values are in it."""
+def _cut(axes: Axes) -> None:
+    """Leave the beginning of training out of the range of y."""
     points = [line.get_xydata() for line in axes.get_lines() if len(np.asarray(line.get_xdata())) > 2]
     x, y = np.concatenate([np.empty((0, 2)), *points]).T
-    late = [*inside, *y[x >= SKIPPED * max(x, default=0)]]
+    late = y[(x >= SKIPPED * max(x, default=0)) & np.isfinite(y)]
     if len(set(late)) > 1:
-        margin = 0.06 * (max(late) - min(late))
-        axes.set_ylim(min(late) - margin, max(late) + margin)
+        margin = 0.06 * (late.max() - late.min())
+        axes.set_ylim(late.min() - margin, late.max() + margin)

@@ -51,15 +51,19 @@ def scaling(
         axes.axhline(at_loss, color="#999999", linewidth=0.8, linestyle=":")
         for label in (baseline, *advantages):
             axes.plot([fits[label].compute(at_loss)], [at_loss], "|", color=colours[label], markersize=14)
-        said = "\n".join(f"{label}: {ratio:.2f}x" for label, (ratio, _) in advantages.items())
+        said = "\n".join(f"{label}: {ratio:.2f}x{_between(span)}" for label, (ratio, span) in advantages.items())
         text = f"compute advantage over {baseline}\nat {metric} {at_loss:.3f}\n{said}"
-        axes.text(0.02, 0.03, text, transform=axes.transAxes, va="bottom", fontsize=8)
+        axes.text(0.02, 0.03, text, transform=axes.transAxes, va="bottom", fontsize=8, backgroundcolor="white")
     axes.set(xscale="log", yscale="log", xlabel="compute C of training, PFLOP/s-days", ylabel=metric)
     axes.yaxis.set_major_locator(MaxNLocator(6))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.legend()
     return figure
+
+
+def _between(span: tuple[float, float]) -> str:
+    return "" if np.isnan(span[0]) else f" ({span[0]:.2f} to {span[1]:.2f})"
 
 
 def architectures(

@@ -185,7 +185,7 @@ def _plain(value: Any) -> str:
 
 def _label(text: str) -> str:
     """Without what the name of a folder should not have."""
-    return re.sub(r"[^\w=.,+-]", "_", text).strip("_") or "_"
+    return re.sub(r"[^\w=.,+-]", "_", text).strip("_.") or "_"
 
 
 def _settings(options: Any, path: Path, where: str) -> Settings:

@@ -1,7 +1,8 @@
-"""The subcommands that need no training config: generate, evaluate, export, inspect, sweep."""
+"""The subcommands that need no training config: generate, evaluate, export, inspect, sweep, report."""
 
 import argparse
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -251,10 +252,29 @@ def sweep(args: Sequence[str]) -> None:
     train(options.config, options.runs_dir, options.jobs, options.cells, options.dry_run, options.slurm)
 
 
+def report(args: Sequence[str]) -> None:
+    """Put runs side by side: curves, final values, fits and what happens along depth, beside the report's numbers."""
+    parser = Command("report", "A page, Markdown and pictures of what the runs below some folders hold.")
+    add = parser.add_argument
+    add("runs", metavar="RUNS", nargs="+", type=Path, help="folders of runs, such as a sweep's, or of single runs")
+    add("--out", metavar="DIR", type=Path, help="for the report (default: <first RUNS>/report)")
+    add("--metric", default="val/loss", help="to compare (default: %(default)s)")
+    add("--baseline", metavar="NAME", help="of the differences (default: PreNorm, or else the first run)")
+    add("--at_loss", metavar="L", type=float, help="loss at which the computes of fits are compared")
+    options = parser.parse(args)
+    if options.at_loss is not None and not options.at_loss > 0:
+        raise ValueError(f"--at_loss {options.at_loss} must be above 0")
+    from attnres_lit.experiments.report import report as write  # pandas and scipy take a while to import
+
+    asked = (options.metric, options.baseline, options.at_loss, shlex.join(["attnres_lit", "report", *args]))
+    print(*write(options.runs, options.out or options.runs[0] / "report", *asked), sep="\n")
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "generate": generate,
     "evaluate": evaluate,
     "export": export,
     "inspect": inspect,
     "sweep": sweep,
+    "report": report,
 }

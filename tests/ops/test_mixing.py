@@ -21,14 +21,14 @@ def test_sigmoids_do_not_compete():
 
 
 def test_a_query_from_the_input_is_a_matrix_times_the_newest_source():
-    """The newest key is (0, 2, 0, 0); a matrix that maps axis 1 to axis 0 makes the query (2, 0, 0, 0)."""
+    """The newest key is (0, 2, 0, 0); a matrix that maps axis 1 to axis 0 makes the query (2, 0, 0, 0) / 4."""
     matrix = torch.zeros(4, 4)
     matrix[0, 1] = 1.0
     read = depth_read("input", "softmax", 1)
     _, weights = read(SOURCES, matrix, eps=1e-12, return_weights=True)
-    torch.testing.assert_close(weights, torch.tensor([4.0, 0.0]).softmax(0))
-    _, weights = read(SOURCES, matrix, eps=None, return_weights=True)  # query (1, 0, 0, 0), keys as they are
-    torch.testing.assert_close(weights, torch.tensor([3.0, 0.0]).softmax(0))
+    torch.testing.assert_close(weights, torch.tensor([1.0, 0.0]).softmax(0))
+    _, weights = read(SOURCES, matrix, eps=None, return_weights=True)  # query (1, 0, 0, 0) / 4, keys as they are
+    torch.testing.assert_close(weights, torch.tensor([0.75, 0.0]).softmax(0))
 
 
 def test_learned_numbers_weigh_alike_for_every_token():

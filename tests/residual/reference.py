@@ -59,7 +59,7 @@ def attend(residual, values, site):
     else:
         query = of_site("query")
         if residual.query_from == "input":
-            query = torch.einsum("de,bte->btd", query, normed(values[-1]))
+            query = torch.einsum("de,bte->btd", query, normed(values[-1])) / query.shape[1]
         gain = 1.0 if residual.eps is None else of_site("key_gain")
         logits = [(query * gain * normed(v)).unflatten(-1, (heads, -1)).sum(-1) for v in values]  # (B, T, H)
     if residual.mixing == "sigmoid":
